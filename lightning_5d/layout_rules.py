@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_5d.layout_tokens import ALLOWED, CP_METHODS, SCHEDULES, SIZES, WORDS, in_range, mend_token, read_token
+from lightning_5d.layout_tokens import ALLOWED, CP_METHODS, MAX_SIZE, SCHEDULES, SIZES, WORDS, in_range, mend_token, read_token
 
 DEFAULTS: dict[str, Any] = {
     "dp": None,
@@ -97,7 +97,7 @@ def _token_problem(token: str) -> str:
     if token.startswith("zero") and name == "zero":
         return f"token '{token}': allowed are zero0, zero1, zero2 and zero3."
     if name in SIZES:
-        return f"token '{token}': {name} needs a whole number from 1 to 999999 without leading zeros, such as {name}2."
+        return f"token '{token}': {name} needs a whole number from 1 to {MAX_SIZE} without leading zeros, such as {name}2."
     if name in WORDS:
         return f"token '{token}': '{name}' takes no number; allowed is '{name}'."
     mended = mend_token(token)
@@ -112,10 +112,10 @@ def find_problem(values: dict[str, Any]) -> str | None:
         if size is None and name in ("dp", "mbs"):
             continue
         if name == "ac":
-            if size != "sel" and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            if size != "sel" and (not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_SIZE):
                 return f"ac={size!r}; allowed are 0 (none), 1 (all layers), N (every Nth layer) and 'sel'."
         elif not isinstance(size, int) or isinstance(size, bool) or not in_range(name, size):
-            return f"{name}={size!r}; allowed is a whole number {'from 0 to 3' if name == 'zero' else 'from 1'}."
+            return f"{name}={size!r}; allowed is a whole number {'from 0 to 3' if name == 'zero' else f'from 1 to {MAX_SIZE}'}."
     for name, names in (("cp_method", CP_METHODS), ("schedule", SCHEDULES), ("sp", (True, False))):
         if values[name] not in names:
             return f"{name}={values[name]!r}; allowed are {', '.join(str(allowed) for allowed in names)}."

@@ -16,6 +16,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
 
 # Names that take a number, in canonical order of the string; each is also the name of the field it sets.
 SIZES = ("dp", "tp", "cp", "pp", "v", "ep", "zero", "rep", "mbs", "ac")
+MAX_SIZE = 999_999
 # Names that stand alone, with the field and the value they set.
 WORDS: dict[str, tuple[str, int | str | bool]] = {
     "sp": ("sp", True),
@@ -45,10 +46,10 @@ def read_token(token: str) -> tuple[str, int | str | bool] | None:
 
 
 def in_range(field: str, value: object) -> bool:
-    """Whether a size is allowed at all: ``zero`` 0 to 3, everything else at least 1."""
+    """Whether a size is allowed at all: ``zero`` 0 to 3, everything else 1 to ``MAX_SIZE``."""
     if not isinstance(value, int) or isinstance(value, bool):
         return True
-    return 0 <= value <= 3 if field == "zero" else value >= 1
+    return 0 <= value <= 3 if field == "zero" else 1 <= value <= MAX_SIZE
 
 
 def mend_token(token: str) -> list[str]:
