@@ -1,4 +1,4 @@
-"""One global sample order and one number, ``consumed``, the same on every rank: any layout goes on with the samples that were due.
+"""One global sample order and one number, ``consumed``, the same on every rank: any layout continues with the samples due.
 
 A global batch of an epoch holds samples ``order[consumed : consumed + G]`` of one permutation of all samples; data-parallel
 rank r of d takes the r-th of d equal, contiguous slices. So the position does not depend on d, nor on the number of workers.

@@ -131,10 +131,11 @@ class TextDataModule(LightningDataModule):
         train, val = self._split(file, str(corpus))
         self._train, self._val = TokenBlocks(file, train, self.seq_len), TokenBlocks(file, val, self.seq_len)
         self._token_file = file
+        meta = file.meta
         rank_zero_info(
-            f"{corpus}: {file.meta.num_tokens:,} tokens in {file.meta.num_documents:,} documents, vocabulary "
-            f"{file.meta.vocab_size:,}; {len(train):,} training and {len(val):,} validation sequences of {self.seq_len}; unigram entropy of the validation "
-            f"tokens {self.val_unigram_entropy_nats():.3f} nats"
+            f"{corpus}: {meta.num_tokens:,} tokens in {meta.num_documents:,} documents, vocabulary {meta.vocab_size:,}; {len(train):,} "
+            f"training and {len(val):,} validation sequences of {self.seq_len}; unigram entropy of the validation tokens "
+            f"{self.val_unigram_entropy_nats():.3f} nats"
         )
 
     def train_dataloader(self) -> PositionedLoader:
