@@ -1,0 +1,193 @@
+"""What a strategy does with checkpoints, for one Trainer: the five operations that Lightning asks of it.
+
+Lightning reads the checkpoint before the model is cut and sharded, and the weights can only be loaded after. So ``open``
+reads everything but tensors and remembers the path; ``load_weights`` and ``load_optimizers`` fill what is there later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_5d.checkpoint import optimizers as optimizer_checks
+from lightning_5d.checkpoint import state
+from lightning_5d.checkpoint.agree import CheckpointError, gather_objects, on_every_rank, on_first_rank, rank_of
+from lightning_5d.checkpoint.commit import FORMAT
+from lightning_5d.checkpoint.names import Names, plain
+from lightning_5d.checkpoint.rng import restore_rng, rng_tensors
+from lightning_5d.checkpoint.store import CheckpointStore
+
+# The entry of a checkpoint's dict that is ours; everything else in it is Lightning's and the user's.
+ENTRY = "lightning_5d"
+
+
+class CheckpointSession:
+    """Saves a sharded module and its optimizers, and opens and loads checkpoints written under any layout.
+
+    Args:
+        layout: The canonical layout string, noted in each checkpoint.
+        group: The ranks that take part; the whole world when not given.
+    """
+
+    def __init__(self, layout: str, group: dist.ProcessGroup | None = None) -> None:
+        self.layout = layout
+        self.store = CheckpointStore(group)
+        self.names: Names | None = None
+        self._path: Path | None = None
+        self._strict = True
+        self._entry: dict[str, Any] = {}
+
+    def take_names(self, module: nn.Module) -> None:
+        """To be called once, before ``module`` is cut or sharded; it may be on the meta device."""
+        self.names = Names.of(module)
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """This rank's part of ``module.state_dict()``, for Lightning and for hooks that edit it; live tensors, not copies."""
+        return {plain(name): value for name, value in module.state_dict().items()}
+
+    def save(
+        self, checkpoint: dict[str, Any], path: str | Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
+        """Writes Lightning's checkpoint dict and the tensors that belong to it; on every rank.
+
+        Optimizers are written when Lightning put ``optimizer_states`` into the dict. Of entries that are no tensors of the model,
+        rank 0's are written.
+        """
+        names, group = self._names(), self.store.group
+        path = Path(on_first_rank(lambda: str(path), group))  # a file name made from metrics may differ in the last digit
+        entries = dict(checkpoint)
+        has_optimizers = "optimizer_states" in entries
+
+        def collect() -> tuple[dict[str, torch.Tensor], dict[str, Any], list[dict[str, Any]]]:
+            tensors, rest = state.split_state_dict(entries.pop("state_dict", None) or self.state_dict(module), names)
+            groups: list[dict[str, Any]] = []
+            if has_optimizers:
+                param_names = state.parameter_names(module, names)
+                tensors.update(state.optimizer_tensors(optimizers, param_names))
+                groups = state.optimizer_groups(optimizers, param_names)
+            return tensors, rest, groups
+
+        tensors, rest, groups = on_every_rank(collect, group)
+        parts = gather_objects((rest, groups), group)
+        tensors.update(rng_tensors(rank_of(group)))
+        # What of the state dict is no parameter or buffer (extra states, metrics) comes from the first rank that has it.
+        entries["state_dict"] = {name: value for rest, _ in reversed(parts) for name, value in rest.items()}
+        if has_optimizers:
+            entries["optimizer_states"] = []
+        entries[ENTRY] = {
+            "format": FORMAT,
+            "layout": self.layout,
+            "world_size": len(parts),
+            "tied": names.tied,
+            "optimizers": state.merge_groups([groups for _, groups in parts]) if has_optimizers else None,
+        }
+        self.store.save(tensors, entries, path, self.layout, int(entries.get("global_step", 0)))
+
+    def open(self, path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's checkpoint dict without the tensors; remembers ``path`` for ``load_weights`` and ``load_optimizers``.
+
+        Raises:
+            CheckpointError: No complete checkpoint is there, or it needs ``weights_only=False``.
+        """
+        path = Path(on_first_rank(lambda: str(path), self.store.group))
+        entries = self.store.read_entries(path, weights_only)
+        self._entry = entries.pop(ENTRY, {})
+        self._path, self._strict = path, True
+        self._rest = entries.get("state_dict", {})
+        rank_zero_info(f"Opened {path}, written under {self._entry['layout']} at step {entries.get('global_step')}")
+        return {**entries, "state_dict": dict(self._rest)}
+
+    def set_strict(self, strict: bool) -> None:
+        """Whether ``load_weights`` refuses missing and unexpected names; Lightning tells it before the weights can be loaded."""
+        self._strict = strict
+
+    def load_weights(self, module: nn.Module) -> None:
+        """Fills this rank's parameters and persistent buffers; does nothing when no checkpoint is open.
+
+        Raises:
+            CheckpointError: On every rank: a name is missing or unexpected (unless not strict), or a shape or dtype differs.
+        """
+        if self._path is None:
+            return
+        names, path = self._names(), self._path
+        saved = self.store.read_metadata(path)
+        missing, unexpected = state.compare_names(names, saved)
+        if self._strict and (missing or unexpected):
+            raise CheckpointError(state.mismatch(str(path), names, missing, unexpected, self._entry.get("tied", [])))
+        if missing or unexpected:
+            left, unused = state.listing(missing) or "none", state.listing(unexpected) or "none"
+            rank_zero_warn(f"{path}: not in the checkpoint, left as they are: {left}. In it, but not in the model: {unused}.")
+        self.store.load(state.model_tensors(module, names), path, strict=self._strict)
+        on_every_rank(lambda: state.load_rest(module, self._rest), self.store.group)
+
+    def check_optimizers(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """To be called once they are built, before the first step.
+
+        Raises:
+            CheckpointError: A checkpoint could not hold them: a tensor that is not the module's, state that cannot be sharded,
+                or copies of a tied parameter in different groups.
+        """
+        names, group = self._names(), self.store.group
+
+        def check() -> dict[str, tuple[int, int]]:
+            param_names = state.parameter_names(module, names)
+            for optimizer in optimizers:
+                optimizer_checks.check_shardable(optimizer)
+            return optimizer_checks.group_indices(optimizers, param_names)
+
+        indices = gather_objects(on_every_rank(check, group), group)
+        on_every_rank(lambda: optimizer_checks.check_tied_groups(indices, names.tied), group)
+
+    def load_optimizers(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Fills the optimizers' state and hyper-parameters from the open checkpoint, after ``load_weights``.
+
+        Raises:
+            CheckpointError: Optimizers, groups or the parameters in them are not those that were saved.
+        """
+        assert self._path is not None, "Lightning restores optimizers only after it has opened a checkpoint"
+        names, group, then = self._names(), self.store.group, self._entry.get("optimizers")
+        if then is None:
+            raise CheckpointError(
+                f"{self._path} holds weights alone (save_weights_only=True): it can be loaded, but training cannot resume from it"
+            )
+        param_names = state.parameter_names(module, names)
+        parts = gather_objects(on_every_rank(lambda: state.optimizer_groups(optimizers, param_names), group), group)
+        on_every_rank(lambda: state.check_groups(state.merge_groups(parts), then), group)
+        state.make_slots(optimizers, param_names, self.store.read_metadata(self._path))
+        self.store.load(state.optimizer_tensors(optimizers, param_names), self._path)
+        state.restore_groups(optimizers, then, param_names)
+
+    def load_rng(self) -> bool:
+        """Puts the random number generators back where they were at the save.
+
+        Returns:
+            Whether it did: only under the layout and the world size of the save.
+        """
+        assert self._path is not None
+        same = (self._entry["layout"], self._entry["world_size"]) == (self.layout, len(gather_objects(None, self.store.group)))
+        if not same:
+            return False
+        prefix = f"rng.{rank_of(self.store.group)}."
+        saved = self.store.read_metadata(self._path)
+        states = {
+            key: torch.empty(stored.size, dtype=stored.properties.dtype)
+            for key, stored in saved.items()
+            if key.startswith(prefix)
+        }
+        self.store.load(states, self._path)
+        restore_rng(rank_of(self.store.group), states)
+        return True
+
+    def remove(self, path: str | Path) -> None:
+        """Deletes a checkpoint; on every rank, rank 0's path."""
+        self.store.remove(on_first_rank(lambda: str(path), self.store.group))
+
+    def _names(self) -> Names:
+        assert self.names is not None, "take_names must be called on the whole module, before it is cut"
+        return self.names

@@ -1,0 +1,255 @@
+"""A module and its optimizers as one flat dict of canonical names, and back. Pure functions: no files, no communication.
+
+    model.<fqn>                a parameter or persistent buffer
+    optim.<i>.<slot>.<fqn>     what optimizer i keeps for a parameter: exp_avg, momentum_buffer, step, ...
+
+Each rank's dict holds what it owns, plain tensors or DTensors; a key that several ranks hold is one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_5d.checkpoint.names import Names, persistent_tensors, plain
+
+# Of a parameter group: what is not a hyper-parameter.
+_NOT_HYPER = {"params", "param_names"}
+
+
+def parameter_names(module: nn.Module, names: Names) -> dict[int, str]:
+    """``id`` of each parameter of this rank to its canonical name."""
+    return {id(parameter): names.canonical(fqn) for fqn, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def model_tensors(module: nn.Module, names: Names) -> list[tuple[str, torch.Tensor]]:
+    """This rank's (``model.<fqn>``, tensor), detached; a name twice when a tied parameter has two copies on this rank."""
+    nn.Module.state_dict(module)  # for its hooks: FSDP puts the sharded parameters back
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for fqn, tensor in persistent_tensors(module):
+        found.setdefault(id(tensor), (f"model.{names.canonical(fqn)}", tensor.detach()))
+    return list(found.values())
+
+
+def optimizer_tensors(
+    optimizers: Sequence[torch.optim.Optimizer], param_names: Mapping[int, str]
+) -> list[tuple[str, torch.Tensor]]:
+    """This rank's (``optim.<i>.<slot>.<fqn>``, tensor).
+
+    Raises:
+        ValueError: An optimizer has a parameter that the module has not, or state that is neither shaped like its
+            parameter nor a single number, and so has no meaning under another layout.
+    """
+    found = []
+    for i, optimizer in enumerate(optimizers):
+        for parameter, name in _named(optimizer, param_names):
+            for slot, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    check_slot(optimizer, slot, value, parameter, name)
+                    found.append((f"optim.{i}.{slot}.{name}", value))
+                elif not isinstance(value, (int, float, bool, str, type(None))):
+                    raise ValueError(_slot_error(optimizer, slot, name, f"is a {type(value).__name__}"))
+    return found
+
+
+def collect(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: Names) -> dict[str, torch.Tensor]:
+    """Everything this rank writes. The tensors are the live ones, not copies."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in [*model_tensors(module, names), *optimizer_tensors(optimizers, parameter_names(module, names))]:
+        tensors.setdefault(key, tensor)  # of two copies of a tied parameter, the first
+    return tensors
+
+
+def split_state_dict(state_dict: Mapping[str, Any], names: Names) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The parameters and buffers of a state dict under their keys, and what else is in it: extra states, states of metrics."""
+    tensors: dict[str, torch.Tensor] = {}
+    rest: dict[str, Any] = {}
+    for fqn, value in state_dict.items():
+        if fqn in names and isinstance(value, torch.Tensor):
+            tensors.setdefault(f"model.{names.canonical(fqn)}", value)
+        else:
+            rest[plain(fqn)] = value
+    return tensors, rest
+
+
+def load_rest(module: nn.Module, rest: Mapping[str, Any]) -> None:
+    """Gives back what ``split_state_dict`` set apart, to the modules of this rank that have it."""
+    own = {plain(name): name for name in nn.Module.state_dict(module)}
+    here = {own[name]: value for name, value in rest.items() if name in own}
+    if here:
+        nn.Module.load_state_dict(module, here, strict=False)
+
+
+def compare_names(names: Names, saved: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The names that the whole model has and the checkpoint has not, and the reverse."""
+    stored = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
+    return sorted(set(names.specs) - stored), sorted(stored - set(names.specs))
+
+
+def mismatch(
+    path: str, names: Names, missing: Sequence[str], unexpected: Sequence[str], tied_then: Sequence[Sequence[str]]
+) -> str:
+    """The message for a checkpoint of another model."""
+    text = f"{path} is not a checkpoint of this model."
+    if missing:
+        text += f" Missing in it: {listing(missing)}."
+    if unexpected:
+        text += f" Not in the model: {listing(unexpected)}."
+    for shared in tied_then:
+        if set(missing) & set(shared):
+            text += f" When it was saved, {' and '.join(shared)} were tied; now they are not."
+    for shared in names.tied:
+        if set(unexpected) & set(shared):
+            text += f" {' and '.join(shared)} are tied now; when it was saved, they were not."
+    return text + " To load what fits and keep the rest as it is, set strict_loading=False on the module."
+
+
+def make_slots(optimizers: Sequence[torch.optim.Optimizer], param_names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
+    """Gives every optimizer exactly the slots that a checkpoint has for its parameters, not yet filled.
+
+    torch's own way, a step with learning rate 0, would count as a step. ``saved`` maps keys to torch's ``TensorStorageMetadata``.
+    """
+    slots: dict[tuple[int, str], dict[str, Any]] = {}
+    for key, stored in saved.items():
+        if key.startswith("optim."):
+            _, index, slot, name = key.split(".", 3)
+            slots.setdefault((int(index), name), {})[slot] = stored
+    for i, optimizer in enumerate(optimizers):
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter, name in _named(optimizer, param_names):
+            wanted = slots.get((i, name), {})
+            made = {slot: _empty_slot(slot, stored, parameter, groups[id(parameter)]) for slot, stored in wanted.items()}
+            if made:
+                optimizer.state[parameter] = made
+            else:
+                optimizer.state.pop(parameter, None)
+
+
+def optimizer_groups(optimizers: Sequence[torch.optim.Optimizer], param_names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Of each optimizer this rank's part of: its class, its groups' hyper-parameters and names, its state that is no tensor."""
+    described = []
+    for optimizer in optimizers:
+        groups: list[dict[str, Any]] = []
+        scalars: dict[str, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            hyper = {key: value for key, value in group.items() if key not in _NOT_HYPER}
+            groups.append({**hyper, "params": [name_of(parameter, param_names, optimizer) for parameter in group["params"]]})
+        for parameter, name in _named(optimizer, param_names):
+            plain = {
+                slot: value for slot, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, torch.Tensor)
+            }
+            if plain:
+                scalars[name] = plain
+        described.append({"optimizer": type(optimizer).__name__, "groups": groups, "scalars": scalars})
+    return described
+
+
+def merge_groups(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The whole model's description from that of every rank: hyper-parameters of the first, names of all."""
+    merged = []
+    for of_one_optimizer in zip(*parts, strict=True):
+        groups = []
+        for of_one_group in zip(*(part["groups"] for part in of_one_optimizer), strict=True):
+            params = dict.fromkeys(name for group in of_one_group for name in group["params"])
+            groups.append({**of_one_group[0], "params": list(params)})
+        scalars = {name: slots for part in of_one_optimizer for name, slots in part["scalars"].items()}
+        merged.append({"optimizer": of_one_optimizer[0]["optimizer"], "groups": groups, "scalars": scalars})
+    return merged
+
+
+def check_groups(current: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+    """Raises ``ValueError`` when the whole model's optimizers (``merge_groups``) are not those that were saved."""
+    if len(current) != len(saved):
+        raise ValueError(f"the checkpoint has {len(saved)} optimizers, configure_optimizers gives {len(current)}")
+    for i, (now, then) in enumerate(zip(current, saved, strict=True)):
+        if now["optimizer"] != then["optimizer"]:
+            raise ValueError(
+                f"optimizer {i} was {then['optimizer']} in the checkpoint, and is {now['optimizer']}; its state has no use here"
+            )
+        if len(now["groups"]) != len(then["groups"]):
+            counts = f"{len(then['groups'])} parameter groups in the checkpoint, and has {len(now['groups'])}"
+            raise ValueError(f"optimizer {i} ({now['optimizer']}) had {counts}")
+        for j, (group_now, group_then) in enumerate(zip(now["groups"], then["groups"], strict=True)):
+            added = sorted(set(group_now["params"]) - set(group_then["params"]))
+            gone = sorted(set(group_then["params"]) - set(group_now["params"]))
+            if added or gone:
+                raise ValueError(
+                    f"parameter group {j} of optimizer {i} ({now['optimizer']}) is not the one in the checkpoint:"
+                    + (f" new in it: {listing(added)}." if added else "")
+                    + (f" no longer in it: {listing(gone)}." if gone else "")
+                    + " Restore the groups (and what is frozen) as they were, or load the weights alone."
+                )
+
+
+def restore_groups(
+    optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[dict[str, Any]], param_names: Mapping[int, str]
+) -> None:
+    """Gives the groups the saved hyper-parameters (schedulers read them) and the parameters the state that is no tensor."""
+    for optimizer, description in zip(optimizers, saved, strict=True):
+        for group, then in zip(optimizer.param_groups, description["groups"], strict=True):
+            for key, value in then.items():
+                if key in _NOT_HYPER:
+                    continue
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)  # kept: a captured step or a scheduler may hold on to this tensor
+                else:
+                    group[key] = value
+        for parameter, name in _named(optimizer, param_names):
+            if name in description["scalars"]:
+                optimizer.state[parameter].update(description["scalars"][name])
+
+
+def check_slot(optimizer: torch.optim.Optimizer, slot: str, value: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
+    """Raises ``ValueError`` when optimizer state can be neither sharded like its parameter nor kept whole as one number."""
+    if value.shape != parameter.shape and value.numel() != 1:
+        raise ValueError(
+            _slot_error(optimizer, slot, name, f"has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}")
+        )
+
+
+def listing(names: Iterable[str], limit: int = 8) -> str:
+    """The names for a message, the first ``limit`` of many."""
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _named(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str]) -> list[tuple[torch.Tensor, str]]:
+    return [
+        (parameter, name_of(parameter, param_names, optimizer))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+
+def name_of(parameter: torch.Tensor, param_names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> str:
+    """The canonical name of an optimizer's parameter. Raises ``ValueError`` when the module has no such parameter."""
+    try:
+        return param_names[id(parameter)]
+    except KeyError:
+        raise ValueError(
+            f"{type(optimizer).__name__} optimizes a tensor of shape {tuple(parameter.shape)} that is no parameter of the module. "
+            "Under a layout parameters are replaced when the module is cut and sharded: build the optimizer in "
+            "configure_optimizers, from self.parameters() or self.named_parameters()."
+        ) from None
+
+
+def _slot_error(optimizer: torch.optim.Optimizer, slot: str, name: str, what: str) -> str:
+    return (
+        f"{type(optimizer).__name__} keeps a state {slot!r} for {name} that {what}: it cannot be sharded with the parameter, "
+        "so it cannot be checkpointed under a layout. Use an optimizer whose state has the parameter's shape, such as AdamW, "
+        "SGD, RMSprop or NAdam."
+    )
+
+
+def _empty_slot(slot: str, stored: Any, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    shape, dtype = tuple(stored.size), stored.properties.dtype
+    if shape == tuple(parameter.shape) and slot != "step":
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # Where torch's Optimizer.load_state_dict puts single numbers.
+    on_device = slot != "step" or group.get("capturable") or group.get("fused")
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.empty(shape, dtype=dtype, device=local.device if on_device else "cpu")
