@@ -89,7 +89,7 @@ class Layout:
         return cls(**values)
 
     def __str__(self) -> str:
-        return "_".join(to_tokens(dataclasses.asdict(self), complete=True)) or "zero0"
+        return "_".join(to_tokens(vars(self), complete=True)) or "zero0"
 
     def replace(self, **changes: Any) -> Layout:
         """A copy with ``changes``; ``sp``, ``v`` and ``schedule`` follow the others again where they stood at their defaults."""
@@ -102,9 +102,16 @@ class Layout:
         Raises :class:`LayoutError` when ``tp * pp * cp`` does not divide the world, when a given ``dp`` does not fill it,
         or when ``rep`` or ``ep`` do not divide what they are folded into.
         """
+        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+            raise LayoutError(f"world size {world_size!r}; allowed is a whole number from 1.")
+
+        def differs_in_ranks_only(other: Layout) -> bool:
+            same = all(getattr(other, name) == getattr(self, name) for name in ("zero", "mbs", "ac"))
+            return same and (other.tp == 1 or other.sp == self.sp)
+
         problem = _world_problem(self, world_size)
         if problem is not None:
-            raise LayoutError(f"layout '{self}': {problem}", suggest(self, lambda _: True, world_size=world_size))
+            raise LayoutError(f"layout '{self}': {problem}", suggest(self, differs_in_ranks_only, world_size=world_size))
         return dataclasses.replace(self, dp=world_size // self.model_parallel_size)
 
     @property
@@ -126,8 +133,13 @@ class Layout:
         return self.pp * self.v
 
 
-def _build(tokens: list[str]) -> Layout | None:
+def _build(tokens: list[str], world_size: int | None = None) -> Layout | None:
+    """The layout of ``tokens``, with ``dp`` set for ``world_size`` when that is given; None when there is no such layout."""
     values, problem = from_tokens(tokens)
+    if problem is None and world_size is not None:
+        values["dp"], rest = divmod(world_size, values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1))
+        if rest:
+            return None
     return Layout(**values) if problem is None and find_problem(with_defaults(values)) is None else None
 
 
@@ -142,13 +154,17 @@ def _nearest_valid(tokens: list[str], limit: int = 3) -> list[str]:
             break
         if (layout := _build(candidate)) is not None:
             found.setdefault(str(layout), num_changes)
+    if not found:  # too many faults for two changes: keep what goes together
+        kept: list[str] = []
+        for token in readable:
+            if _build([*kept, token]) is not None:
+                kept.append(token)
+        found[str(_build(kept))] = len(readable) - len(kept)
     return list(found)
 
 
 def _world_problem(layout: Layout, world_size: int) -> str | None:
     """Why ``layout`` cannot have ``world_size`` ranks, or None."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        return f"world size {world_size!r}; allowed is a whole number from 1."
     size = layout.model_parallel_size
     product = "·".join(f"{name}{getattr(layout, name)}" for name in ("tp", "pp", "cp") if getattr(layout, name) > 1)
     if world_size % size:
@@ -157,7 +173,7 @@ def _world_problem(layout: Layout, world_size: int) -> str | None:
     if layout.dp not in (None, dp):
         product = f"dp{layout.dp}·{product}" if product else f"dp{layout.dp}"
         return f"{product} = {layout.dp * size} ranks, but the world size is {world_size}; allowed is dp{dp}, or no dp token."
-    return find_problem(dataclasses.asdict(layout) | {"dp": dp})
+    return find_problem(vars(layout) | {"dp": dp})
 
 
 def suggest(layout: Layout, is_valid: Callable[[Layout], bool], limit: int = 3, world_size: int | None = None) -> list[str]:
@@ -173,14 +189,8 @@ def suggest(layout: Layout, is_valid: Callable[[Layout], bool], limit: int = 3, 
     for num_changes, candidate_tokens in edits(tokens, _RELIEFS):
         if len(found) == limit or num_changes > max(1, min(found.values(), default=num_changes)):
             break
-        candidate = _build(candidate_tokens or ["zero0"])
-        if candidate is None:
-            continue
-        if world_size is not None:
-            if _world_problem(candidate, world_size) is not None:
-                continue
-            candidate = dataclasses.replace(candidate, dp=world_size // candidate.model_parallel_size)
-        if candidate != layout and is_valid(candidate):
+        candidate = _build(candidate_tokens, world_size)
+        if candidate is not None and candidate != layout and is_valid(candidate):
             shown = dataclasses.replace(candidate, dp=None) if layout.dp is None else candidate
             found.setdefault(str(shown), num_changes)
     return list(found)
@@ -200,11 +210,7 @@ def model_problems(
 
     def must_divide(option: str, divisor: int, what: str, size: int | None) -> None:
         if size is not None and size % divisor:
-            problems.append(
-                f"{option} = {divisor} does not divide {what} = {size}"
-                if "·" in option
-                else f"{option} does not divide {what} = {size}"
-            )
+            problems.append(f"{option} does not divide {what} = {size}")
 
     tp, cp, pp = f"tp{layout.tp}", f"cp{layout.cp}", f"pp{layout.pp}"
     must_divide(tp, layout.tp, "num_heads", num_heads)
@@ -214,7 +220,7 @@ def model_problems(
             must_divide(cp, layout.cp, f"num_heads / {tp}" if layout.tp > 1 else "num_heads", num_heads // layout.tp)
         must_divide(cp, layout.cp, "seq_len", seq_len)
     elif layout.cp > 1:  # each rank holds an early and a late chunk, so that the causal mask gives all the same work
-        must_divide(f"2·{cp}", 2 * layout.cp, "seq_len", seq_len)
+        must_divide(f"2·{cp} = {2 * layout.cp}", 2 * layout.cp, "seq_len", seq_len)
     if layout.sp and seq_len is not None and seq_len % layout.cp == 0:
         must_divide(f"{tp} (sp)", layout.tp, f"seq_len / {cp}" if layout.cp > 1 else "seq_len", seq_len // layout.cp)
 

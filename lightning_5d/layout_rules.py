@@ -117,7 +117,7 @@ def find_problem(values: dict[str, Any]) -> str | None:
         elif not isinstance(size, int) or isinstance(size, bool) or not in_range(name, size):
             return f"{name}={size!r}; allowed is a whole number {'from 0 to 3' if name == 'zero' else f'from 1 to {MAX_SIZE}'}."
     for name, names in (("cp_method", CP_METHODS), ("schedule", SCHEDULES), ("sp", (True, False))):
-        if values[name] not in names:
+        if values[name] not in names or type(values[name]) is not type(names[0]):
             return f"{name}={values[name]!r}; allowed are {', '.join(str(allowed) for allowed in names)}."
 
     dp, rep, tp, cp, pp, v, ep = (values[name] for name in ("dp", "rep", "tp", "cp", "pp", "v", "ep"))

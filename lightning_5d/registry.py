@@ -90,7 +90,10 @@ class _LayoutNames(dict):
     def __missing__(self, name: str) -> dict[str, Any]:
         layout = _layout_name(name)
         if layout is None:
-            raise KeyError(name)
+            other = getattr(super(), "__missing__", None)
+            if other is None:
+                raise KeyError(name)
+            return other(name)
         return {"description": "", "strategy_name": name, "strategy": _make_strategy, "init_params": {"layout": layout}}
 
     def available_strategies(self) -> list:
