@@ -231,7 +231,7 @@ def name_of(parameter: torch.Tensor, param_names: Mapping[int, str], optimizer: 
         return param_names[id(parameter)]
     except KeyError:
         raise ValueError(
-            f"{type(optimizer).__name__} optimizes a tensor of shape {tuple(parameter.shape)} that is no parameter of the module. "
+            f"{type(optimizer).__name__} optimizes a tensor of shape {tuple(parameter.shape)} that is not the module's. "
             "Under a layout parameters are replaced when the module is cut and sharded: build the optimizer in "
             "configure_optimizers, from self.parameters() or self.named_parameters()."
         ) from None
