@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import pickle
 import queue
 import socket
 import time
@@ -55,7 +56,7 @@ def _rank_main(rank: int, world_size: int, port: int, fn: Callable, args: tuple,
     try:
         if init:
             dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s))
-        value = fn(*args, **kwargs)
+        value = pickle.dumps(fn(*args, **kwargs))  # by value: the queue would share tensors by a handle that dies with this rank
         results.put((rank, None, value))
         results.close()
         results.join_thread()
@@ -97,7 +98,7 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, init: bool = False, tim
                     break
                 continue
             if error is None:
-                values[rank] = value
+                values[rank] = pickle.loads(value)
             else:
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + 2)  # the others' errors are echoes; wait for the first one's peers only briefly

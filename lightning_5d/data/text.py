@@ -133,9 +133,9 @@ class TextDataModule(LightningDataModule):
         self._token_file = file
         meta = file.meta
         rank_zero_info(
-            f"{corpus}: {meta.num_tokens:,} tokens in {meta.num_documents:,} documents, vocabulary {meta.vocab_size:,}; {len(train):,} "
-            f"training and {len(val):,} validation sequences of {self.seq_len}; unigram entropy of the validation tokens "
-            f"{self.val_unigram_entropy_nats():.3f} nats"
+            f"{corpus}: {meta.num_tokens:,} tokens in {meta.num_documents:,} documents, vocabulary {meta.vocab_size:,}; "
+            f"{len(train):,} training and {len(val):,} validation sequences of {self.seq_len}; unigram entropy of the "
+            f"validation tokens {self.val_unigram_entropy_nats():.3f} nats"
         )
 
     def train_dataloader(self) -> PositionedLoader:

@@ -35,7 +35,7 @@ class LlamaModule(LightningModule):
         betas: of AdamW.
         weight_decay: of matrices and embeddings; norms do not decay.
         momentum: of SGD.
-        fused: the fused optimizer, where torch has one for the device; None: whenever it has.
+        fused: the fused optimizer, where torch has one for the device; None: for AdamW, whenever it has (SGD's cannot be sharded).
         warmup_steps: optimizer steps of linear warm-up.
         decay_steps: optimizer steps at which the cosine ends; None: the trainer's own number of steps; 0: constant after warm-up.
         min_lr_ratio: the cosine ends at this share of lr.
@@ -110,7 +110,7 @@ class LlamaModule(LightningModule):
         if hparams["optimizer"] == "adamw":
             optimizer = torch.optim.AdamW(groups, lr=hparams["lr"], betas=hparams["betas"], fused=fused)
         else:
-            optimizer = torch.optim.SGD(groups, lr=hparams["lr"], momentum=hparams["momentum"], fused=fused)
+            optimizer = torch.optim.SGD(groups, lr=hparams["lr"], momentum=hparams["momentum"], fused=hparams["fused"])
         scheduler = LambdaLR(optimizer, self._lr_factor(self._decay_steps()))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

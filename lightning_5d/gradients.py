@@ -1,0 +1,169 @@
+"""Gradients between the schedule and the optimizer: set aside, made whole, measured, clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_5d.mesh import Mesh
+from lightning_5d.parallel.tensor import sum_partial_gradients
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_copies(tensor: Tensor, mesh: Mesh) -> int:
+    """How many ranks of one pipeline stage hold the same elements as this rank."""
+    copies = mesh.size("dp") * mesh.size("cp") * mesh.size("tp")
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if placement.is_partial():
+                raise AssertionError("a partial gradient must be summed before it is measured")
+            if placement.is_shard():
+                copies //= tensor.device_mesh.size(axis)
+    return copies
+
+
+@dataclass
+class TiedCopy:
+    """A parameter that two pipeline stages hold, an embedding and its head; equal on both, always."""
+
+    parameter: nn.Parameter
+    name: str
+    peer: int
+    """The other stage's rank in the pipeline group."""
+    is_second: bool
+    """Counted in the norm on the other stage."""
+
+
+class Gradients:
+    """The gradients of one rank. Order of a step: :meth:`clear`, the schedule, :meth:`make_whole`, :meth:`set_aside`,
+    Lightning's zero_grad, :meth:`put_back`, :meth:`clip_by_norm`.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh, partial: Sequence[nn.Parameter], tied: Sequence[TiedCopy]) -> None:
+        self.parameters = list(dict.fromkeys(parameters))
+        self.mesh, self.partial, self.tied = mesh, list(partial), list(tied)
+        self._aside: list[Tensor | None] | None = None
+        self._second_copies = {id(t.parameter) for t in self.tied if t.is_second}
+
+    def clear(self) -> None:
+        """Drops the last step's gradients: Lightning's own zero_grad comes only after the schedule has run."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def make_whole(self) -> None:
+        """Sums what no data-parallel reduction sums: parts that tensor-parallel ranks saw, and tied copies on two stages."""
+        if self.partial:
+            sum_partial_gradients(self.partial, self.mesh.group("tp"))
+        for copy in self.tied:
+            if copy.parameter.grad is None:
+                continue
+            own = local_of(copy.parameter.grad)
+            other, group = torch.empty_like(own), self.mesh.group("pp")
+            receive = dist.P2POp(dist.irecv, other, group=group, group_peer=copy.peer)
+            send = dist.P2POp(dist.isend, own.contiguous(), group=group, group_peer=copy.peer)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+            own.add_(other)
+
+    def set_aside(self) -> None:
+        """Takes the gradients off the parameters, without a copy, so that zero_grad does not reach them."""
+        self._aside = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def put_back(self) -> None:
+        if self._aside is not None:
+            for parameter, gradient in zip(self.parameters, self._aside, strict=True):
+                parameter.grad = gradient
+            self._aside = None
+
+    def norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
+        """The 2-norm over the whole model's gradients, each element once; one all-reduce over the world.
+
+        ``parameters`` limits it to some of this rank's. Every rank must call it, also one without gradients.
+        """
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in self.parameters if parameters is None else parameters:
+            gradient = parameter.grad
+            if gradient is not None and id(parameter) not in self._second_copies:
+                by_copies.setdefault(num_copies(gradient, self.mesh), []).append(local_of(gradient))
+        device = self.mesh.device_mesh.device_type
+        total = torch.zeros((), dtype=torch.float32, device=device if device == "cpu" else torch.device(device, torch.cuda.current_device()))
+        for copies, gradients in by_copies.items():
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            total = total + torch.stack(norms).square().sum() / copies
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total.sqrt()
+
+    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+        parameters = list(parameters)
+        norm = self.norm(parameters)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        gradients = [local_of(p.grad) for p in parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+
+def clip_by_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
+    """Clamps every element of the gradients to ``[-max_value, max_value]``."""
+    gradients = [local_of(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -max_value)
+        torch._foreach_clamp_max_(gradients, max_value)
+
+
+def find_tied(module: nn.Module) -> list[list[str]]:
+    """Names of each parameter that several modules share."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tied_across_stages(module: nn.Module, tied: list[list[str]], mesh: Mesh) -> list[TiedCopy]:
+    """Those of ``tied`` that another pipeline stage holds too. ``module`` is cut; every rank of the pipeline must call it."""
+    group = mesh.group("pp")
+    own = dict(module.named_parameters(remove_duplicate=False))
+    held: list[list[int]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(held, [i for i, names in enumerate(tied) if any(n in own for n in names)], group=group)
+    copies = []
+    for index, names in enumerate(tied):
+        stages = [stage for stage, indices in enumerate(held) if index in indices]
+        if len(stages) < 2 or mesh.pp_rank not in stages:
+            continue
+        assert len(stages) == 2, f"{names} on stages {stages}"
+        peer = next(stage for stage in stages if stage != mesh.pp_rank)
+        name = next(n for n in names if n in own)
+        copies.append(TiedCopy(own[name], names[0], peer, is_second=mesh.pp_rank > peer))
+    return copies
+
+
+def check_tied_groups(tied: Sequence[TiedCopy], optimizers: Sequence[torch.optim.Optimizer], mesh: Mesh) -> None:
+    """Raises ``ValueError`` when the copies of a tied parameter are in different parameter groups: they would drift apart."""
+    mine = {}
+    for copy in tied:
+        for index, optimizer in enumerate(optimizers):
+            for number, group in enumerate(optimizer.param_groups):
+                if any(p is copy.parameter for p in group["params"]):
+                    mine[copy.name] = (index, number)
+    everyone: list[dict[str, tuple[int, int]]] = [{} for _ in range(mesh.size("pp"))]
+    dist.all_gather_object(everyone, mine, group=mesh.group("pp"))
+    for name in {n for rank in everyone for n in rank}:
+        places = {rank[name] for rank in everyone if name in rank}
+        if len(places) > 1:
+            raise ValueError(
+                f"{name} is shared by two pipeline stages but its copies are in different optimizer parameter groups {sorted(places)}: "
+                "group parameters by shape or by the tied weight's first name, not by the name of one owner"
+            )

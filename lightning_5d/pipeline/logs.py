@@ -1,0 +1,203 @@
+"""``self.log`` under micro-batches, stages and replicas: on every rank, once a step, with one value.
+
+During a step the module's ``log`` only records. After it, one all-reduce over the world gives every rank the loss, the logged
+values of the whole batch, and whether anyone was asked to stop; then the real ``log`` is called once, everywhere. So monitors,
+loggers and ``sync_dist`` work, the latter for free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min", "amax": "max", "amin": "min"}
+
+
+@dataclass(frozen=True)
+class LogItem:
+    """One logged name: what every rank must know to log it alike."""
+
+    name: str
+    reduction: str
+    """Over micro-batches and replicas: "mean" (weighted like the loss), "sum", "max" or "min"."""
+    metric_path: str | None
+    """The module's attribute, when a torchmetrics object was logged."""
+    has_value: bool
+    """False for a torchmetrics object that has no value of this step."""
+    has_batch_size: bool
+    arguments: tuple[tuple[str, Any], ...]
+
+    def digest(self) -> str:
+        arguments = [(k, getattr(v, "__name__", v)) for k, v in self.arguments]
+        return repr((self.name, self.reduction, self.metric_path, self.has_value, self.has_batch_size, arguments))
+
+
+@dataclass
+class _Record:
+    item: LogItem
+    values: list[tuple[int, Any]] = field(default_factory=list)
+    batch_size: float = 0.0
+
+
+class LogRecorder:
+    """Stands in for ``module.log`` during a step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.records: dict[str, _Record] = {}
+        self.microbatch = 0
+        self._metric_paths: dict[int, str] | None = None
+
+    def __enter__(self) -> LogRecorder:
+        self.records = {}
+        self.module.__dict__["log"] = self.log
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.module.__dict__.pop("log", None)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if args:
+            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group")
+            kwargs.update(zip(names, args, strict=False))
+        batch_size = kwargs.pop("batch_size", None)
+        for synchronised_here in ("sync_dist", "sync_dist_group", "enable_graph"):
+            kwargs.pop(synchronised_here, None)
+        reduce_fx = kwargs.get("reduce_fx", "mean")
+        reduction = _REDUCTIONS.get(reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", ""), "mean")
+        metric_path = None
+        if isinstance(value, Metric):
+            metric_path = self._path_of(value, name)
+            value = value._forward_cache if isinstance(value._forward_cache, Tensor) and value._forward_cache.numel() == 1 else None
+        item = LogItem(name, reduction, metric_path, value is not None, batch_size is not None, tuple(sorted(kwargs.items())))
+        record = self.records.setdefault(name, _Record(item))
+        if value is not None:
+            record.values.append((self.microbatch, value.detach().reshape(()) if isinstance(value, Tensor) else float(value)))
+        if batch_size is not None:
+            record.batch_size += float(batch_size)
+
+    def _path_of(self, metric: Metric, name: str) -> str:
+        if self._metric_paths is None:
+            self._metric_paths = {id(m): n for n, m in self.module.named_modules() if isinstance(m, Metric)}
+        if id(metric) not in self._metric_paths:
+            raise ValueError(f"self.log({name!r}, metric): the metric is not an attribute of {type(self.module).__name__}")
+        return self._metric_paths[id(metric)]
+
+
+class LogExchange:
+    """Makes loss and log records of the whole batch out of each rank's, and logs them."""
+
+    HEADER = 4  # loss, stop requests, signature, rows
+
+    def __init__(self, module: Any, device: torch.device, contributes: bool, num_replicas: int) -> None:
+        self.module, self.device = module, device
+        self.contributes = contributes
+        """Whether this rank's values count: it is on the last stage, and the first of its tensor-parallel group."""
+        self.num_replicas = num_replicas
+        self.host_pp_group: dist.ProcessGroup | None = None
+        self.last_stage_rank = 0
+        self._known: dict[int, list[LogItem]] = {}
+
+    def share_signature(self, items: list[LogItem], is_last_stage: bool) -> list[LogItem]:
+        """The last stage's log items, on every stage. Names travel only when they are new; after that, eight bytes."""
+        if self.host_pp_group is None:
+            return items
+        key = _signature(items) if is_last_stage else 0
+        message = torch.tensor([key, key not in self._known])
+        dist.broadcast(message, group=self.host_pp_group, group_src=self.last_stage_rank)
+        key, is_new = int(message[0]), bool(message[1])
+        if is_new:
+            box = [items]
+            dist.broadcast_object_list(box, group=self.host_pp_group, group_src=self.last_stage_rank)
+            self._known[key] = box[0]
+        return self._known[key]
+
+    def reduce(
+        self, items: list[LogItem], records: dict[str, _Record], losses: list[Tensor], weights: Tensor | None, rows: int, stop: bool
+    ) -> tuple[Tensor, list[Tensor], list[Tensor | None], Tensor, Tensor]:
+        """``(loss, values, batch sizes, rows, stop requests)`` of the whole batch, the same on every rank."""
+        parts = [self._sum_part(losses, weights, "mean") if losses else 0.0, float(stop), 0.0, float(rows) if self.contributes else 0.0]
+        parts[2] = float(_signature(items)) if self.contributes else 0.0
+        extremes: list[tuple[int, float, Any]] = []
+        slots: list[tuple[int, int | None]] = []
+        for item in items:
+            record = records.get(item.name) if self.contributes else None
+            slot = len(parts)
+            values = record.values if record is not None else []
+            if item.reduction in ("max", "min") and item.has_value:
+                sign = 1.0 if item.reduction == "max" else -1.0
+                tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for _, v in values]
+                extremes.append((slot, sign, torch.stack(tensors).mul(sign).max() if tensors else -torch.inf))
+                parts.append(0.0)
+            else:
+                parts.append(self._sum_part([v for _, v in values], weights, item.reduction, [i for i, _ in values]) if values else 0.0)
+            if item.has_batch_size:
+                parts.append(record.batch_size if record is not None else 0.0)
+            slots.append((slot, slot + 1 if item.has_batch_size else None))
+        if not self.contributes:
+            parts[0] = 0.0
+        vector = self._vector(parts)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(vector)
+            if extremes:
+                peaks = self._vector([value for _, _, value in extremes])
+                dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+                for index, (slot, sign, _) in enumerate(extremes):
+                    vector[slot] = sign * peaks[index]
+        elif extremes:
+            for slot, sign, value in extremes:
+                vector[slot] = sign * value
+        self._check_alike(vector, items)
+        values_out = vector.float().unbind()
+        sizes = [None if size_slot is None else vector[size_slot] for _, size_slot in slots]
+        return values_out[0], [values_out[slot] for slot, _ in slots], sizes, vector[3], vector[1]
+
+    def _sum_part(self, values: list[Any], weights: Tensor | None, reduction: str, indices: list[int] | None = None) -> Any:
+        if len(values) == 1 and weights is None:
+            return values[0]
+        tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+        if reduction == "sum":
+            return torch.stack(tensors).sum()
+        assert weights is not None
+        chosen = weights if indices is None or len(indices) == len(weights) else weights[indices]
+        return torch.stack(tensors).mul(chosen).sum()
+
+    def _vector(self, parts: list[Any]) -> Tensor:
+        vector = torch.tensor([0.0 if isinstance(p, Tensor) else p for p in parts], dtype=torch.float64, device=self.device)
+        for index, part in enumerate(parts):
+            if isinstance(part, Tensor):
+                vector[index] = part
+        return vector
+
+    def _check_alike(self, vector: Tensor, items: list[LogItem]) -> None:
+        # Read on the CPU only: on an accelerator it would cost a synchronisation a step.
+        if self.device.type == "cpu" and float(vector[2]) != float(_signature(items)) * self.num_replicas:
+            raise ValueError(
+                f"self.log was called with different names on different ranks (here: {[i.name for i in items]}). "
+                "Log the same names on every data-parallel rank, whatever its part of the batch"
+            )
+
+    def log(self, items: list[LogItem], values: list[Tensor], sizes: list[Tensor | None], rows: Tensor) -> None:
+        """The real ``module.log``, once a name."""
+        for item, value, size in zip(items, values, sizes, strict=True):
+            arguments = dict(item.arguments)
+            if item.metric_path is not None:
+                metric = self.module.get_submodule(item.metric_path)
+                if item.has_value:
+                    metric._forward_cache = value
+                self.module.log(item.name, metric, **arguments)
+            else:
+                # A tensor: an int would be a host sync on an accelerator. Lightning weights epoch means by it.
+                self.module.log(item.name, value, batch_size=rows if size is None else size, **arguments)
+
+
+def _signature(items: list[LogItem]) -> int:
+    """40 bits, so that sums over up to 8192 replicas are exact in float64."""
+    digest = hashlib.blake2b("\n".join(item.digest() for item in items).encode(), digest_size=5).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,97 @@
+"""Splitting a batch into micro-batches, and the weight of each in the loss of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+IGNORED_LABEL = -100
+
+
+def num_rows(batch: Any) -> int:
+    """Sequences in a batch: the first dimension of its first tensor that has one. ``ValueError`` when there is none."""
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda t: sizes.append(t.shape[0]) if t.ndim else None)
+    if not sizes:
+        raise ValueError(f"the batch ({type(batch).__name__}) holds no tensor with a batch dimension")
+    return sizes[0]
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Equal parts of every tensor whose first dimension is the batch's; all else goes to each part as it is."""
+    if num_microbatches == 1:
+        return [batch]
+    rows = num_rows(batch)
+    size = rows // num_microbatches
+    assert size * num_microbatches == rows, (rows, num_microbatches)
+
+    def part(index: int) -> Callable[[Tensor], Tensor]:
+        return lambda t: t[index * size : (index + 1) * size] if t.ndim and t.shape[0] == rows else t
+
+    return [apply_to_collection(batch, Tensor, part(i)) for i in range(num_microbatches)]
+
+
+def microbatch_rows(rows: int, mbs: int | None) -> int:
+    """Sequences per micro-batch: ``mbs``, or for a ragged batch the largest divisor of ``rows`` below it; None: all."""
+    if mbs is None or mbs >= rows:
+        return rows
+    return next(size for size in range(mbs, 0, -1) if rows % size == 0)
+
+
+class LossWeights:
+    """The weight of each micro-batch's mean loss in the mean loss of the whole batch over all data-parallel ranks.
+
+    ``counts`` are the valid targets of each micro-batch ``[num_microbatches]``; the total over the replicas is summed while
+    the first forward runs. ``of_replica`` instead gives each replica the same weight, as DDP does.
+    """
+
+    def __init__(self, counts: Tensor, dp_group: dist.ProcessGroup | None, of_replica: bool) -> None:
+        self.counts = counts
+        self._total = counts.sum()
+        self._scale = 1.0
+        self._work = None
+        self._weights: Tensor | None = None
+        if dp_group is not None and dp_group.size() > 1:
+            if of_replica:
+                self._scale = 1.0 / dp_group.size()
+            else:
+                self._work = dist.all_reduce(self._total, group=dp_group, async_op=True)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.all[index]
+
+    @property
+    def all(self) -> Tensor:
+        """``[num_microbatches]``; all zero when no replica has a target."""
+        if self._weights is None:
+            if self._work is not None:
+                self._work.wait()
+            self._weights = self.counts * (self._scale / self._total.clamp(min=1))
+        return self._weights
+
+
+def count_targets(batch: Any, num_microbatches: int, labels_shifted_by_model: bool, device: torch.device) -> Tensor:
+    """Valid targets of each micro-batch, float ``[num_microbatches]``: ``labels`` that are not -100, or else sequences."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(labels, Tensor) and labels.ndim >= 1:
+        if labels_shifted_by_model and labels.ndim >= 2:
+            labels = labels[:, 1:]
+        return (labels != IGNORED_LABEL).view(num_microbatches, -1).sum(1, dtype=torch.float32)
+    return torch.full((num_microbatches,), num_rows(batch) / num_microbatches, dtype=torch.float32, device=device)
+
+
+def with_finite_loss(batch: Any, count: Tensor) -> Any:
+    """Gives a micro-batch without any valid target one, so that its mean loss, whose weight is zero, is not NaN."""
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+        return batch
+    labels = batch["labels"].clone()
+    last = labels.view(-1)[-1:]
+    last.masked_fill_((count == 0) & (last == IGNORED_LABEL), 0)
+    copy = dict(batch) if type(batch) is dict else type(batch)(batch)  # type: ignore[call-arg]
+    copy["labels"] = labels
+    return copy

@@ -1,0 +1,256 @@
+"""Runs a LightningModule's own steps on the micro-batches of a stage, and makes one loss and one log of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_5d.layout import Layout, LayoutError, check_model
+from lightning_5d.mesh import Mesh
+from lightning_5d.pipeline.logs import LogExchange, LogRecorder
+from lightning_5d.pipeline.microbatch import LossWeights, count_targets, microbatch_rows, num_rows, split_batch, with_finite_loss
+from lightning_5d.pipeline.schedule import Pipeline
+from lightning_5d.pipeline.stage import Stage
+from lightning_5d.plan import ParallelPlan
+
+Context = Callable[[], AbstractContextManager]
+
+
+class DelayedFlag:
+    """A device value read by the host without draining the device: on an accelerator, two steps after it was computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pending: deque[tuple[Tensor, Any]] = deque()
+
+    def push(self, value: Tensor) -> None:
+        if self.device.type == "cpu":
+            self._pending.append((value, None))
+            return
+        copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+        copy.copy_(value, non_blocking=True)
+        event = torch.Event(self.device.type)
+        event.record()
+        self._pending.append((copy, event))
+
+    def pop(self) -> bool:
+        """The oldest value that is due; False when none is."""
+        delay = 0 if self.device.type == "cpu" else 2
+        flag = False
+        while len(self._pending) > delay:
+            value, event = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            flag = flag or bool(value > 0)
+        return flag
+
+
+class StepRunner:
+    """Everything between Lightning's ``strategy.training_step(batch)`` and the gradients on the parameters."""
+
+    def __init__(
+        self,
+        module: Any,
+        stage: Stage,
+        layout: Layout,
+        mesh: Mesh,
+        plan: ParallelPlan | None,
+        device: torch.device,
+        hidden_dtype: torch.dtype,
+        replica_weighting: bool,
+        host_pp_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.module, self.stage, self.layout, self.mesh, self.plan = module, stage, layout, mesh, plan
+        self.device, self.hidden_dtype, self.replica_weighting = device, hidden_dtype, replica_weighting
+        self.pipeline = Pipeline(stage, mesh.group("pp") if layout.pp > 1 else None, layout.schedule or "1f1b", device)
+        self.recorder = LogRecorder(module)
+        contributes = stage.is_last and mesh.tp_rank == 0 and mesh.cp_rank == 0
+        self.exchange = LogExchange(module, device, contributes, mesh.size("dp"))
+        self.exchange.host_pp_group = host_pp_group
+        self.exchange.last_stage_rank = layout.pp - 1
+        self.num_microbatches = 1
+        self.in_step = False
+        self._stop_requests = DelayedFlag(device)
+        self._token_shapes: dict[Any, torch.Size] = {}
+        self._checked_batch_format = False
+        self._captures = dist.get_world_size() > 1
+
+    def train(
+        self,
+        args: tuple[Any, ...],
+        context: Context,
+        *,
+        loss_scale: float,
+        stop: bool,
+        before_last_backward: Callable[[], None],
+    ) -> Any:
+        """Forward and backward of ``training_step`` on a batch, leaving unreduced or reduced gradients as data parallelism decides.
+
+        Returns what the user's step returned, with the loss of the whole batch over all replicas in it.
+        """
+        out = self._run("training_step", args, context, loss_scale, stop, before_last_backward)
+        if out is None:
+            raise ValueError("training_step returned None: skipping a step is not possible when other ranks take it")
+        return out
+
+    def evaluate(self, name: str, args: tuple[Any, ...], context: Context) -> Any:
+        """Forward only of ``validation_step`` or ``test_step``."""
+        # Lightning evaluates under inference mode on accelerators; inference tensors cannot enter a later backward.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._run(name, args, context, 1.0, False, None)
+
+    def predict(self, args: tuple[Any, ...], context: Context) -> Any:
+        """``predict_step`` on the whole batch. ``ValueError`` under pp, where its outputs would be on the last stage alone."""
+        if self.layout.pp > 1:
+            raise ValueError(f"layout '{self.layout}': predict_step does not run under pipeline parallelism: predict with pp1")
+
+        def user_step() -> Any:
+            with context():
+                return self.module.predict_step(*args)
+
+        with torch.inference_mode(False), torch.no_grad():
+            return self.stage(user_step, None)
+
+    def is_stop_requested(self) -> bool:
+        """Whether some rank was asked to stop; the same answer on every rank at the same step."""
+        return self._stop_requests.pop()
+
+    def _run(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        context: Context,
+        loss_scale: float,
+        stop: bool,
+        before_last_backward: Callable[[], None] | None,
+    ) -> Any:
+        batch, rest = args[0], args[1:]
+        step = getattr(self.module, name)
+        rows = num_rows(batch)
+        mbs = self.layout.mbs or (1 if self.layout.pp > 1 else None)
+        count = rows // microbatch_rows(rows, mbs)
+        batches = split_batch(batch, count)
+        weights = self._weights(batch, count)
+        if weights is not None:
+            batches = [with_finite_loss(part, weights.counts[i]) for i, part in enumerate(batches)]
+        hidden_shape = self._hidden_shape(batches[0], lambda: step(batches[0], *rest))
+        outs: list[Any] = []
+        losses: list[Tensor] = []
+
+        def run(index: int, hidden: Tensor | None) -> Any:
+            def user_step() -> Any:
+                with context():
+                    return step(batches[index], *rest)
+
+            self.recorder.microbatch = index
+            out = self.stage(user_step, hidden)
+            if not self.stage.is_last:
+                self._check_hidden(out, hidden_shape)
+                return out
+            outs.append(out)
+            loss = out["loss"] if isinstance(out, dict) and "loss" in out else out
+            if before_last_backward is None:
+                if isinstance(loss, Tensor) and loss.numel() == 1:
+                    losses.append(loss.detach().reshape(()))
+                return loss
+            if not isinstance(loss, Tensor):
+                raise ValueError(f"{name} must return the loss or a dict with 'loss', got {type(out).__name__}")
+            losses.append(loss.detach())
+            if weights is not None:
+                loss = loss * weights[index]
+            return loss * loss_scale if loss_scale != 1.0 else loss
+
+        capture = self._captures or count > 1
+        self.in_step = True
+        try:
+            if capture:
+                self.recorder.__enter__()
+            if before_last_backward is None:
+                self.pipeline.forward_only(count, run, hidden_shape, self.hidden_dtype)
+            else:
+                self.num_microbatches = count
+                self.pipeline.train(count, run, hidden_shape, self.hidden_dtype, before_last_backward)
+        finally:
+            self.recorder.__exit__()
+            self.in_step = False
+        if not capture:
+            return self._with_loss(outs[0], losses[0]) if losses else outs[0]
+        is_training = before_last_backward is not None
+        items = self.exchange.share_signature([r.item for r in self.recorder.records.values()], self.stage.is_last)
+        loss, values, sizes, all_rows, stop_requests = self.exchange.reduce(
+            items, self.recorder.records, losses, None if weights is None else weights.all, rows, stop
+        )
+        if is_training:
+            self._stop_requests.push(stop_requests)
+        self.exchange.log(items, values, sizes, all_rows)
+        if len(outs) == 1 and self.layout.pp == 1:
+            return self._with_loss(outs[0], loss) if losses else outs[0]
+        return loss if is_training or losses else None
+
+    @staticmethod
+    def _with_loss(out: Any, loss: Tensor) -> Any:
+        return {**out, "loss": loss} if isinstance(out, dict) else loss
+
+    # ---- weights
+
+    def _weights(self, batch: Any, count: int) -> LossWeights | None:
+        if count == 1 and self.layout.dp == 1:
+            return None
+        num_targets = getattr(self.module, "num_targets", None)
+        if callable(num_targets):
+            counts = torch.stack([torch.as_tensor(num_targets(b), dtype=torch.float32, device=self.device) for b in split_batch(batch, count)])
+        else:
+            if not self._checked_batch_format:
+                self._check_batch_format(batch)
+            counts = count_targets(batch, count, self.plan is not None and self.plan.labels_shifted_by_model, self.device)
+        return LossWeights(counts, self.mesh.group("dp") if self.layout.dp > 1 else None, self.replica_weighting)
+
+    def _check_batch_format(self, batch: Any) -> None:
+        """Once: ignored targets that we would not see would make another loss of a split batch, silently."""
+        self._checked_batch_format = True
+        if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
+            return
+        ignored: list[bool] = []
+        apply_to_collection(batch, Tensor, lambda t: ignored.append(bool((t == -100).any())) if not t.is_floating_point() else None)
+        if any(ignored):
+            raise ValueError(
+                "the batch has ignored targets (-100) outside of a dict's 'labels'. To weight the parts of a split batch, "
+                "define `num_targets(self, batch) -> int | Tensor` in the LightningModule"
+            )
+
+    # ---- shapes between stages
+
+    def _hidden_shape(self, batch: Any, step: Callable[[], Any]) -> torch.Size | None:
+        """``[micro-batch, local sequence, hidden]``: what stages send. Static, so that no message is of a wrong size."""
+        if self.plan is None or self.plan.embedding is None or (self.layout.pp == 1 and not self.layout.sp):
+            return None
+        shapes: list[tuple[int, ...]] = []
+        apply_to_collection(batch, Tensor, lambda t: shapes.append(tuple(t.shape)))
+        key = tuple(shapes)
+        if key not in self._token_shapes:
+            with self.recorder:
+                tokens = self.stage.tokens_shape(self.module, self.plan, step)
+            if len(tokens) != 2:
+                raise ValueError(f"the embedding is called with ids of shape {tuple(tokens)}, expected [batch, seq]")
+            check_model(self.layout, seq_len=tokens[1])
+            self._token_shapes[key] = tokens
+        rows, seq = self._token_shapes[key]
+        seq_local = seq // self.layout.tp if self.layout.sp else seq
+        hidden_size = self.plan.hidden_size or self.module.get_submodule(self.plan.embedding).__dict__.get("hidden_width")
+        if hidden_size is None:
+            hidden_size = self.module.get_submodule(self.plan.embedding).weight.shape[1]
+        return torch.Size((rows, seq_local, hidden_size))
+
+    def _check_hidden(self, hidden: Tensor, expected: torch.Size | None) -> None:
+        if hidden.shape != expected or hidden.dtype != self.hidden_dtype:
+            raise LayoutError(
+                f"a layer gives a hidden state {tuple(hidden.shape)} {hidden.dtype}, pipeline stages exchange "
+                f"{tuple(expected or ())} {self.hidden_dtype}. If layers return tuples, say ParallelPlan(tuple_output=True)"
+            )

@@ -1,0 +1,393 @@
+"""Lightning's contract, and nothing else: what Lightning asks of a strategy, answered by the parts that know."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_5d.checkpoint import CheckpointSession
+from lightning_5d.gradients import Gradients, check_tied_groups, find_tied, tied_across_stages
+from lightning_5d.layout import Layout, check_model
+from lightning_5d.lightning_private import replace_sigterm_broadcast, restore_sigterm_broadcast
+from lightning_5d.mesh import Mesh, build_mesh, host_group_along_pp
+from lightning_5d.parallel.materialize import Materializer, broadcast_from_rank_zero
+from lightning_5d.parallel.parallelize import Parallelized, parallelize
+from lightning_5d.pipeline.metrics import connect_metrics
+from lightning_5d.pipeline.step import StepRunner
+from lightning_5d.plan import ModelShape, ParallelPlan, find_plan, shape_of
+from lightning_5d.precision import layout_precision
+from lightning_5d.support import refuse_layout, refuse_module
+
+
+class LayoutStrategy(ParallelStrategy):
+    """Trains an ordinary LightningModule under a layout such as ``tp4_pp2_zero1``.
+
+    Args:
+        layout: the layout string, or a :class:`Layout`. See docs/layouts.md.
+        plan: where things are in the model; found by itself for known models and most hand-written ones.
+        split: layers per pipeline stage, such as ``[9, 8, 8, 7]``; even when not given.
+        loss_weighting: "target": the loss of a split batch is the loss of the whole batch, each replica and micro-batch weighted by
+            its valid targets. "replica": each data-parallel replica counts the same, as under DDP.
+        process_group_backend: of ``torch.distributed``; by the device when not given.
+        timeout_s: of collectives, in seconds.
+
+    Raises:
+        LayoutError: the layout is wrong, or does not fit the world size, the model or the batch.
+    """
+
+    def __init__(
+        self,
+        layout: str | Layout = "zero0",
+        plan: ParallelPlan | None = None,
+        split: list[int] | None = None,
+        loss_weighting: Literal["target", "replica"] = "target",
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, precision_plugin=precision_plugin)
+        if loss_weighting not in ("target", "replica"):
+            raise ValueError(f"loss_weighting={loss_weighting!r} must be 'target' or 'replica'")
+        self.layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        refuse_layout(self.layout)
+        self.plan, self.split, self.loss_weighting = plan, split, loss_weighting
+        self.num_nodes = 1
+        self.model_shape: ModelShape | None = None
+        self.grad_norm: Tensor | None = None
+        """Global 2-norm of the last step's gradients, before clipping; None unless gradients are clipped by norm."""
+        self._backend, self._timeout = process_group_backend, datetime.timedelta(seconds=timeout_s)
+        self._mesh: Mesh | None = None
+        self._parts: Parallelized | None = None
+        self._runner: StepRunner | None = None
+        self._gradients: Gradients | None = None
+        self._tied: list[list[str]] = []
+        self._checkpoints: CheckpointSession | None = None
+        self._reduce_now = True
+        self._restore_rng = False
+
+    # ---- where this rank is
+
+    @property
+    def is_distributed(self) -> bool:
+        """Asked for by Lightning, which otherwise injects no sampler and switches ``sync_dist`` off."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            raise RuntimeError("strategy.mesh exists once the processes have met: in setup(), configure_model() and later")
+        return self._mesh
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.size("dp")
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of the last training batch."""
+        return self._runner.num_microbatches if self._runner is not None else 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            # The first moment at which the number of ranks is known.
+            self.layout = self.layout.resolve(self.world_size)
+        rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        device = self.root_device
+        backend = self._backend or _get_default_process_group_backend_for_device(device)
+        device_id = device if device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        if self._mesh is None:
+            self._mesh = build_mesh(self.layout, device.type)
+            self._checkpoints = CheckpointSession(str(self.layout))
+
+    # ---- the model
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """What ``configure_model`` builds is built on the meta device and filled part by part in :meth:`setup`."""
+        meta = torch.device("meta") if empty_init is not False else contextlib.nullcontext()
+        with meta, self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        self.precision_plugin = layout_precision(self.precision_plugin, lambda: self._whole_gradients, self._keep_norm)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._runner is None or self._runner.module is not module:
+            refuse_module(module, self.layout, fitting)
+            self._lay_out(module)
+        assert self._checkpoints is not None
+        self._checkpoints.load_weights(module)
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+            self._setup_gradients(module)
+            self._checkpoints.check_optimizers(module, self.optimizers)
+            replace_sigterm_broadcast(trainer, self._stop_if_asked)
+        self.setup_precision_plugin()
+        self.barrier()
+
+    def _lay_out(self, module: LightningModule) -> None:
+        if module.__dict__.get("_layout") is not None:
+            raise ValueError(f"this {type(module).__name__} was already laid out as {module.__dict__['_layout']} by another strategy: build a new one")
+        plan = self.plan or find_plan(module)
+        if plan is not None:
+            plan.validate(module)
+            self.model_shape = shape_of(module, plan)
+            layers = len(list(module.get_submodule(plan.layers).children()))
+            check_model(self.layout, num_heads=plan.num_heads, num_kv_heads=plan.num_kv_heads, num_layers=layers)
+        assert self._checkpoints is not None
+        dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None
+        compute_dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
+        materializer = Materializer(module, self.root_device, dtype)
+        if dist.get_world_size() > 1:
+            broadcast_from_rank_zero(module, self.root_device)
+        if dtype is not None:
+            module.to(dtype)
+        self._checkpoints.take_names(module)
+        self._tied = find_tied(module)
+        mesh = self.mesh
+        self._parts = parallelize(module, plan, self.layout, mesh, materializer, self.split, compute_dtype)
+        host_group = host_group_along_pp(mesh, self.root_device.type)
+        hidden_dtype = dtype or compute_dtype or torch.float32
+        self._runner = StepRunner(
+            module, self._parts.stage, self.layout, mesh, plan, self.root_device, hidden_dtype, self.loss_weighting == "replica", host_group
+        )
+        runner = self._runner
+        if dist.get_world_size() > 1:
+            connect_metrics(module, mesh.group("dp"), host_group, self.layout.pp - 1, lambda: runner.in_step)
+        module.__dict__["_layout"] = str(self.layout)
+
+    def model_to_device(self) -> None:
+        """Nothing: every leaf is put on the device when it is filled."""
+
+    def _setup_gradients(self, module: LightningModule) -> None:
+        assert self._parts is not None
+        tied = tied_across_stages(module, self._tied, self.mesh) if self.layout.pp > 1 and self._tied else []
+        if self.layout.pp > 1 and self._tied:
+            check_tied_groups(tied, self.optimizers, self.mesh)
+        optimized = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._gradients = Gradients([*module.parameters(), *optimized], self.mesh, self._parts.partial_parameters, tied)
+
+    @property
+    def _whole_gradients(self) -> Gradients:
+        assert self._gradients is not None
+        return self._gradients
+
+    def _keep_norm(self, norm: Tensor) -> None:
+        self.grad_norm = norm
+
+    # ---- a step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of a batch. The gradients are set aside until :meth:`backward`, behind Lightning's zero_grad."""
+        assert self._runner is not None and self._parts is not None and self.lightning_module is not None
+        trainer, gradients, data_parallel = self.lightning_module.trainer, self._whole_gradients, self._parts.data_parallel
+        args = (*args, *kwargs.values())
+        accumulate = trainer.accumulate_grad_batches
+        if args[1] % accumulate == 0:
+            gradients.clear()
+        reduce_now = self._reduce_now
+        if data_parallel is not None:
+            data_parallel.before_first_backward()
+
+        def before_last_backward() -> None:
+            if data_parallel is not None and reduce_now:
+                data_parallel.before_last_backward()
+
+        out = self._runner.train(
+            args,
+            self.precision_plugin.train_step_context,
+            loss_scale=1.0 / accumulate,
+            stop=bool(trainer.received_sigterm),
+            before_last_backward=before_last_backward,
+        )
+        if reduce_now:
+            gradients.make_whole()
+        gradients.set_aside()
+        return out
+
+    def backward(self, closure_loss: Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hands over the gradients that :meth:`training_step` computed, with Lightning's hooks around it."""
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._whole_gradients.put_back()
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Entered by Lightning around every batch of an accumulation but the last: gradients stay unreduced."""
+        self._reduce_now = False
+        try:
+            yield
+        finally:
+            self._reduce_now = True
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._runner is not None
+        return self._runner.evaluate("validation_step", (*args, *kwargs.values()), self.precision_plugin.val_step_context)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._runner is not None
+        return self._runner.evaluate("test_step", (*args, *kwargs.values()), self.precision_plugin.test_step_context)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._runner is not None
+        return self._runner.predict((*args, *kwargs.values()), self.precision_plugin.predict_step_context)
+
+    def _reshard(self) -> None:
+        """Outside of steps parameters are what the optimizer holds: accumulation may have left them gathered."""
+        if self._parts is not None and self._parts.data_parallel is not None:
+            self._parts.data_parallel.reshard()
+
+    def on_train_start(self) -> None:
+        if self._restore_rng:
+            assert self._checkpoints is not None
+            self._checkpoints.load_rng()
+            self._restore_rng = False
+
+    def on_validation_end(self) -> None:
+        self._reshard()
+
+    def on_test_end(self) -> None:
+        self._reshard()
+
+    def on_train_end(self) -> None:
+        self._reshard()
+
+    def _stop_if_asked(self) -> None:
+        """Stops all ranks at the same batch once one of them was sent SIGTERM; told by the last step's own all-reduce."""
+        assert self._runner is not None
+        if self._runner.is_stop_requested():
+            assert self.lightning_module is not None
+            self.lightning_module.trainer.received_sigterm = True
+            raise SIGTERMException
+
+    # ---- between ranks
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """No: Lightning then keeps the user's ``weights_only``. The weights are loaded at the end of :meth:`setup`."""
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self._checkpoints is not None and self.lightning_module is not None
+        self._reshard()
+        return self._checkpoints.state_dict(self.lightning_module)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Empty: the optimizers' tensors are written from where they are."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise TypeError("LayoutStrategy writes its own format: storage_options are for a CheckpointIO")
+        assert self._checkpoints is not None and self.lightning_module is not None
+        self._checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self._checkpoints is not None
+        return self._checkpoints.open(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.set_strict(strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._checkpoints is not None and self.lightning_module is not None
+        self._checkpoints.load_optimizers(self.lightning_module, self.optimizers)
+        self._restore_rng = True
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.remove(filepath)
+
+    def teardown(self) -> None:
+        """Leaves the module where it is: it may be evaluated, saved or trained again. Must survive a half-built strategy."""
+        if self._lightning_module is not None and self._lightning_module._trainer is not None:
+            restore_sigterm_broadcast(self._lightning_module.trainer)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+
