@@ -1,0 +1,171 @@
+"""The plain torch path of every operation: gradients in float64, registration with torch, errors, and what it leaves alone."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning_5d.kernels import geglu, rms_norm, rotary, swiglu
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels import oracles
+
+ops = torch.ops.lightning_5d
+
+
+def f64(*shape, grad=True):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+def tables(seq, r):
+    angle = torch.rand(1, seq, r, dtype=torch.float64) * 6
+    return angle.cos(), angle.sin()
+
+
+GRADCHECKS = {
+    "rms_norm": lambda: (rms_norm, (f64(2, 3, 5), f64(5))),
+    "rms_norm zero-centred": lambda: (lambda x, w: rms_norm(x, w, 1e-3, zero_centred=True), (f64(4, 5), f64(5))),
+    "rms_norm residual": lambda: (lambda x, r, w: rms_norm(x, w, residual=r), (f64(4, 5), f64(4, 5), f64(5))),
+    "swiglu": lambda: (swiglu, (f64(3, 4), f64(3, 4))),
+    "swiglu packed": lambda: (swiglu, (f64(3, 8),)),
+    "geglu": lambda: (geglu, (f64(3, 4), f64(3, 4))),
+    "geglu exact": lambda: (lambda g, u: geglu(g, u, "none"), (f64(3, 4), f64(3, 4))),
+    "rotary": lambda: (lambda q, k: rotary(q, k, *tables_of_4), (f64(2, 3, 2, 4), f64(2, 3, 1, 4))),
+    "rotary interleaved, partial": lambda: (
+        lambda q, k: rotary(q, k, *tables_of_4, interleaved=True),
+        (f64(2, 3, 2, 6), f64(2, 3, 1, 6)),
+    ),
+}
+tables_of_4 = tables(3, 4)
+
+
+@pytest.mark.parametrize("name", GRADCHECKS)
+def test_gradcheck(name):
+    torch.manual_seed(0)
+    function, inputs = GRADCHECKS[name]()
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_values_equal_the_oracles():
+    torch.manual_seed(1)
+    x, r, w, gate, up = f64(3, 6), f64(3, 6), f64(6), f64(3, 5), f64(3, 5)
+    torch.testing.assert_close(
+        rms_norm(x, w, residual=r, zero_centred=True), oracles.rms_norm(x, w, residual=r, zero_centred=True)
+    )
+    torch.testing.assert_close(swiglu(gate, up), oracles.glu(gate, up, "silu"))
+    torch.testing.assert_close(geglu(gate, up), oracles.glu(gate, up, "gelu_tanh"))
+    torch.testing.assert_close(geglu(gate, up, "none"), oracles.glu(gate, up, "gelu"))
+    q, k = f64(2, 3, 4, 8), f64(2, 3, 2, 8)
+    cos, sin = tables(16, 3)
+    positions = torch.tensor([[0, 9, 3], [15, 1, 1]])
+    for interleaved in (False, True):
+        out = rotary(q, k, cos, sin, position_ids=positions, rotary_dim=6, interleaved=interleaved)
+        for got, x in zip(out, (q, k), strict=True):
+            torch.testing.assert_close(got, oracles.rotary(x, cos[0][positions], sin[0][positions], interleaved, 6))
+
+
+def f32(*shape):
+    return torch.randn(shape)
+
+
+SAMPLES = {
+    "rms_norm": lambda: (f32(2, 3, 8), f32(8), 1e-6, 0.0),
+    "add_rms_norm": lambda: (f32(2, 8), f32(2, 8), f32(8), 1e-6, 1.0),
+    "rms_norm_backward": lambda: (f32(2, 8), f32(2, 8), f32(2, 8), f32(8), f32(2), 0.0, True),
+    "glu": lambda: (f32(2, 3, 8), f32(2, 3, 8), 0),
+    "glu_backward": lambda: (f32(2, 8), f32(2, 8), f32(2, 8), 1),
+    "glu_packed_backward": lambda: (f32(2, 8), f32(2, 16), 2),
+    "rotary": lambda: (f32(2, 4, 3, 8).transpose(1, 2), f32(2, 3, 2, 8), f32(1, 3, 8), f32(1, 3, 8), None, False, 8, False),
+    "rotary_": lambda: (
+        f32(2, 3, 4, 8),
+        f32(2, 3, 2, 8),
+        f32(1, 9, 3),
+        f32(1, 9, 3),
+        torch.tensor([[0, 1, 2], [6, 7, 8]]),
+        True,
+        6,
+        True,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name):
+    torch.library.opcheck(getattr(ops, name).default, SAMPLES[name]())
+
+
+def test_fake_tensors_on_a_gpu_that_is_not_here():
+    with FakeTensorMode():
+        x, w = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16), torch.empty(8, device="cuda")
+        assert rms_norm(x, w).device.type == "cuda"
+        assert swiglu(x, x).dtype == torch.bfloat16
+        q, table = torch.empty(2, 3, 4, 8, device="cuda"), torch.empty(1, 3, 8, device="cuda")
+        assert rotary(q, q, table, table)[0].shape == q.shape
+
+
+def test_compiles_without_a_graph_break():
+    def block(x, w, gate, up, q, cos, sin):
+        return rms_norm(x, w), swiglu(gate, up), *rotary(q, q * 2, cos, sin)
+
+    args = [torch.randn(shape, requires_grad=True) for shape in [(2, 8), (8,), (2, 4), (2, 4), (1, 3, 2, 4)]] + [
+        torch.randn(3, 4)
+    ] * 2
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    got, want = compiled(*args), block(*args)
+    torch.testing.assert_close(got, want)
+    leaves = [a for a in args if a.requires_grad]
+    torch.testing.assert_close(
+        torch.autograd.grad(sum(o.sum() for o in got), leaves), torch.autograd.grad(sum(o.sum() for o in want), leaves)
+    )
+
+
+def test_recompute_gives_the_same_gradients():
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    plain = torch.autograd.grad(swiglu(rms_norm(x, w), x).sum(), [x, w])
+    again = torch.utils.checkpoint.checkpoint(lambda x, w: swiglu(rms_norm(x, w), x), x, w, use_reentrant=False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, torch.autograd.grad(again.sum(), [x, w]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: rms_norm(f32(2, 8), f32(7)), r"weight has shape \(7,\), expected \(8,\)"),
+        (lambda: rms_norm(f32(2, 8), f32(8), residual=f32(2, 7)), r"residual is torch.float32 \(2, 7\)"),
+        (lambda: swiglu(f32(2, 8), f32(2, 7)), "gate and up differ"),
+        (lambda: swiglu(f32(2, 7)), "its last size even"),
+        (lambda: geglu(f32(2, 8), f32(2, 8), "fast"), "allowed are 'tanh' and 'none'"),
+        (lambda: rotary(f32(1, 3, 2, 8), f32(1, 3, 2, 8), f32(4, 8), f32(4, 8)), r"tables have shapes \(1, 4, 8\)"),
+        (lambda: rotary(f32(1, 3, 2, 8), f32(1, 3, 2, 8), f32(3, 10), f32(3, 10)), "at most the head dimension 8"),
+        (lambda: rotary(f32(1, 3, 2, 8), f32(1, 4, 2, 8), f32(3, 8), f32(3, 8)), "only their heads may differ"),
+        (lambda: rotary(f32(1, 3, 2, 8), f32(1, 3, 2, 8), f32(3, 8).requires_grad_(), f32(3, 8)), "tables get none"),
+        (lambda: rotary(f32(1, 3, 2, 8), f32(1, 3, 2, 8), f32(3, 8), f32(3, 8), seq_dim=3), "allowed are 1"),
+    ],
+)
+def test_errors_name_what_was_wrong(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+WITHOUT_TRITON = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] == 'triton':
+            raise ModuleNotFoundError("No module named 'triton'", name='triton')
+{block}
+import torch
+from lightning_5d.kernels import rms_norm, rotary, swiglu
+x = torch.randn(2, 3, 4, 8, requires_grad=True)
+y = rms_norm(x, torch.ones(8))
+(swiglu(y, x) + sum(rotary(x, x, torch.ones(3, 8), torch.zeros(3, 8)))).sum().backward()
+assert x.grad.shape == x.shape
+assert 'lightning' not in sys.modules and 'transformers' not in sys.modules, 'a neighbour was imported'
+assert 'triton' not in sys.modules, 'a CPU run loaded Triton'
+"""
+
+
+@pytest.mark.parametrize("block", ["", "sys.meta_path.insert(0, Blocked())"], ids=["installed", "not installed"])
+def test_cpu_tensors_never_load_triton(block):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON.format(block=block)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
