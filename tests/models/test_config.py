@@ -58,9 +58,9 @@ def test_dict_round_trip():
 def test_config_json_of_llama_3_1_in_the_old_and_the_new_spelling(tmp_path):
     shape = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "hidden_size": 4096,
-        "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
-        "attention_dropout": 0.0, "torch_dtype": "bfloat16",
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "attention_bias": False,
+        "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "torch_dtype": "bfloat16",
     }  # fmt: skip
     old = write(tmp_path / "old.json", **shape, rope_theta=500000.0, rope_scaling={**ROPE, "rope_type": "llama3"})
     new = write(tmp_path / "new.json", **shape, rope_parameters={**ROPE, "rope_type": "llama3", "rope_theta": 500000.0})
