@@ -33,7 +33,9 @@ class LayerTime:
 def matmul_s(c: Cases, q: Framework, rows: Array, inner: Array, columns: Array) -> Array:
     """One product `[rows, inner] @ [inner, columns]` in bf16: operations at the calibrated rate plus its operands' traffic."""
     operands = 2 * (rows * inner + rows * columns + inner * columns)
-    return 2 * rows * inner * columns / (q["matmul_efficiency"] * c.ceiling_flops) + q["operand_traffic"] * operands / c.hbm_bytes_s
+    return (
+        2 * rows * inner * columns / (q["matmul_efficiency"] * c.ceiling_flops) + q["operand_traffic"] * operands / c.hbm_bytes_s
+    )
 
 
 def layer_time(c: Cases, q: Framework) -> LayerTime:
@@ -62,7 +64,9 @@ def layer_time(c: Cases, q: Framework) -> LayerTime:
     traffic = np.where(c.plain_scores > 0, q["torch_score_traffic"], q["fused_score_traffic"])
     plain = 2 * operations / (q["matmul_efficiency"] * c.ceiling_flops) + scores * traffic
     elementwise = tokens * h / c.hbm_bytes_s
-    elementwise = elementwise * ((q["norm_traffic"] + q["unfused_norm_traffic"] * c.unfused) / c.sp_tp + q["elementwise_traffic"] / t)
+    elementwise = elementwise * (
+        (q["norm_traffic"] + q["unfused_norm_traffic"] * c.unfused) / c.sp_tp + q["elementwise_traffic"] / t
+    )
     return LayerTime(
         matmul_s=matmul,
         attention_forward_s=np.where(c.flash > 0, flash, plain),

@@ -129,7 +129,13 @@ def make_case(
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     resolved = parsed.resolve(int(num_gpus))
     case = Case(
-        spec, resolved, device, int(seq_len), int(global_batch), kernel, framework.fused_norm if fused_norm is None else fused_norm
+        spec,
+        resolved,
+        device,
+        int(seq_len),
+        int(global_batch),
+        kernel,
+        framework.fused_norm if fused_norm is None else fused_norm,
     )
     check_case(case, framework)
     return case
@@ -157,7 +163,9 @@ def check_case(case: Case, framework: Framework) -> None:
     layout, spec = case.layout, case.model
     assert layout.dp is not None
     if case.global_batch % layout.dp:
-        raise LayoutError(f"layout '{layout}': a global batch of {case.global_batch} sequences does not divide over dp{layout.dp}")
+        raise LayoutError(
+            f"layout '{layout}': a global batch of {case.global_batch} sequences does not divide over dp{layout.dp}"
+        )
     per_replica = case.global_batch // layout.dp
     if per_replica % case.micro_batch:
         raise LayoutError(
@@ -168,7 +176,9 @@ def check_case(case: Case, framework: Framework) -> None:
         have = f"has {spec.num_experts} experts" if spec.num_experts else "has no experts"
         raise LayoutError(f"layout '{layout}': ep{layout.ep} does not work, {spec.name} {have}")
     if isinstance(layout.ac, int) and layout.ac > spec.num_layers:
-        raise LayoutError(f"layout '{layout}': ac{layout.ac} recomputes every {layout.ac}th of {spec.num_layers} layers, which is none")
+        raise LayoutError(
+            f"layout '{layout}': ac{layout.ac} recomputes every {layout.ac}th of {spec.num_layers} layers, which is none"
+        )
     if framework.name == "lightning_5d":
         check_model(
             layout,
@@ -200,7 +210,8 @@ def estimate_cases(cases: Sequence[Case], framework: Framework, columns: Cases |
         time_parts["bubble"] = bubble_s
         work = seconds - sum(time_parts[k] for k in ("bubble", "data_parallel", "optimizer", "constant"))
         talk = sum(
-            time_parts[k] for k in ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_transfer", "data_parallel")
+            time_parts[k]
+            for k in ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_transfer", "data_parallel")
         )
         memory = float(totals[worst, i])
         limit = float(limits[i])
@@ -252,7 +263,9 @@ def _runs(case: Case, m: int) -> bool:
     return schedule_problem(str(layout.schedule), layout.pp, layout.v or 1, m) is None
 
 
-def pipeline_timeline(case: Case, framework: Framework, time: StepTime, i: int, num_microbatches: int, keep_events: bool = False) -> Timeline:
+def pipeline_timeline(
+    case: Case, framework: Framework, time: StepTime, i: int, num_microbatches: int, keep_events: bool = False
+) -> Timeline:
     """The schedule's actions run with the predicted durations of each stage; a stage's transfers are part of its durations."""
     layout, spec = case.layout, case.model
     assert layout.v is not None and layout.schedule is not None
@@ -287,5 +300,3 @@ def live_by_rank(case: Case) -> tuple[float, ...]:
     layout = case.layout
     assert layout.v is not None and layout.schedule is not None
     return in_flight(layout.schedule, layout.pp, layout.v, case.num_microbatches)
-
-

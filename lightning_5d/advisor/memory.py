@@ -81,7 +81,9 @@ def _state(c: Cases, q: Framework, dense: Array, experts: Array) -> dict[str, Ar
         state[name] = bytes_each * (dense / np.where(sharded, c.shard, 1.0) + experts / np.where(sharded, c.expert_shard, 1.0))
     one_layer = c.layer_parameters + c.layer_experts
     largest = np.maximum(one_layer, c.embedding_parameters)
-    state["buffers"] = np.where(c.zero >= 3, (2 * 2.0 + q["gradient_bytes"]) * largest, np.where(c.zero == 2, q["gradient_bytes"] * largest, 0.0))
+    state["buffers"] = np.where(
+        c.zero >= 3, (2 * 2.0 + q["gradient_bytes"]) * largest, np.where(c.zero == 2, q["gradient_bytes"] * largest, 0.0)
+    )
     return state
 
 

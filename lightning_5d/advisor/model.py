@@ -77,7 +77,11 @@ class ModelSpec:
     @property
     def moe_layer_shared_parameters(self) -> int:
         """Parameters of one mixture-of-experts layer that every token uses: attention, norms, router, shared experts."""
-        return self._attention_parameters + self.hidden_size * self.num_experts + 3 * self.hidden_size * self.shared_intermediate_size
+        return (
+            self._attention_parameters
+            + self.hidden_size * self.num_experts
+            + 3 * self.hidden_size * self.shared_intermediate_size
+        )
 
     @property
     def expert_parameters(self) -> int:
@@ -106,7 +110,7 @@ class ModelSpec:
         return layers + embeddings + self.hidden_size
 
     def palm_flops_per_token(self, seq_len: int) -> float:
-        """`6N + 12·L·h·s` (PaLM, appendix B) with full attention; N holds a tied matrix once, and of a mixture what one token uses."""
+        """`6N + 12·L·h·s` (PaLM, appendix B), full attention; N holds a tied matrix once, of a mixture what one token uses."""
         return 6.0 * self.num_active_parameters + 12.0 * self.num_layers * self.attention_width * seq_len
 
 
@@ -169,7 +173,7 @@ _GELU_TYPES = ("gpt2", "gpt_neox", "mpt", "opt", "bloom", "falcon", "phi")
 
 
 def describe_model(model: Any) -> ModelSpec:
-    """The `ModelSpec` of a preset's name, a config.json (path, directory or dict), or any object with Hugging Face's attribute names.
+    """The `ModelSpec` of a preset's name, a config.json (path, directory, dict), or an object with Hugging Face's names.
 
     Raises:
         ModelError: unknown preset, unreadable or incomplete description; the message says what is missing.
@@ -181,7 +185,9 @@ def describe_model(model: Any) -> ModelSpec:
     if isinstance(model, Mapping):
         return _from_mapping(model, str(model.get("_name_or_path") or model.get("name") or model.get("model_type") or "model"))
     if hasattr(model, "to_dict"):  # a transformers config: nested and defaulted values are in the dict
-        return _from_mapping(model.to_dict(), str(getattr(model, "name_or_path", "") or getattr(model, "model_type", "") or "model"))
+        return _from_mapping(
+            model.to_dict(), str(getattr(model, "name_or_path", "") or getattr(model, "model_type", "") or "model")
+        )
     names = {k: getattr(model, k) for k in (*_REQUIRED, *_OPTIONAL) if hasattr(model, k)}
     if not names:
         raise ModelError(f"cannot describe a model from {type(model).__name__}: {_accepted()}")
@@ -189,9 +195,8 @@ def describe_model(model: Any) -> ModelSpec:
 
 
 def _accepted() -> str:
-    return (
-        f"give a preset ({', '.join(PRESETS)}), the path of a Hugging Face config.json, a dict or a config with {', '.join(_REQUIRED)}"
-    )
+    needs = ", ".join(_REQUIRED)
+    return f"give a preset ({', '.join(PRESETS)}), the path of a Hugging Face config.json, a dict or a config with {needs}"
 
 
 def _from_name_or_path(text: str) -> ModelSpec:

@@ -30,14 +30,18 @@ PARAMETERS: dict[str, Parameter] = {
     # memory
     "gradient_bytes": Parameter("B/parameter", 2, 8, "gradients: 2 in bf16, 4 accumulated in fp32, more when both are alive"),
     "norm_bytes": Parameter("B/(token·h·layer)", 2, 16, "kept by two fused norms: their inputs and outputs"),
-    "gathered_bytes": Parameter("B/(token·h·layer)", 0, 8, "norm outputs when they stay whole on every tp rank, even under sequence parallelism"),
+    "gathered_bytes": Parameter(
+        "B/(token·h·layer)", 0, 8, "norm outputs when they stay whole on every tp rank, even under sequence parallelism"
+    ),
     "unfused_norm_bytes": Parameter("B/(token·h·layer)", 0, 30, "extra kept by two norms written in plain torch: fp32 copies"),
     "attention_bytes": Parameter("B/(token·h·layer)", 4, 12, "queries, keys, values and the attention's output"),
     "mlp_bytes": Parameter("B/(token·ffn·layer)", 2, 12, "gate, up, activation and product of the MLP"),
     "score_bytes": Parameter("B/(token·head·key)", 2, 14, "attention probabilities kept by kernels without flash attention"),
     "score_transient_bytes": Parameter("B/(token·head·key)", 0, 20, "the same while one layer's backward runs"),
     "logit_bytes": Parameter("B/(token·vocabulary)", 4, 30, "logits, their fp32 copy, softmax and gradient on the last stage"),
-    "extra_in_flight": Parameter("micro-batches", 0, 1.5, "held by a pipeline stage beyond the schedule's own: receive buffers, one being freed"),
+    "extra_in_flight": Parameter(
+        "micro-batches", 0, 1.5, "held by a pipeline stage beyond the schedule's own: receive buffers, one being freed"
+    ),
     "overhead_gib": Parameter("GiB", 0, 6, "device context, communicators, fragmentation"),
     "usable_share": Parameter("1", 0.8, 1, "of the GPU's memory that a run of this framework reached before it failed"),
     # computation
@@ -47,7 +51,9 @@ PARAMETERS: dict[str, Parameter] = {
     "flash1_efficiency": Parameter("1", 0.08, 0.9, "the same of flash attention 1"),
     "torch_score_traffic": Parameter("B/score", 4, 200, "memory traffic of plain attention, forward"),
     "fused_score_traffic": Parameter("B/score", 2, 200, "the same of Megatron's fused softmax"),
-    "norm_traffic": Parameter("B/(token·h)", 0, 150, "memory traffic of a layer's two fused norms and residuals, forward and backward"),
+    "norm_traffic": Parameter(
+        "B/(token·h)", 0, 150, "memory traffic of a layer's two fused norms and residuals, forward and backward"
+    ),
     "unfused_norm_traffic": Parameter("B/(token·h)", 0, 400, "extra traffic of norms written in plain torch"),
     "elementwise_traffic": Parameter("B/(token·h)", 0, 600, "traffic of the rest: rotary, SwiGLU, casts"),
     "head_traffic": Parameter("B/(token·vocabulary)", 0, 100, "traffic of the loss over the logits"),
@@ -57,10 +63,14 @@ PARAMETERS: dict[str, Parameter] = {
     "step_s": Parameter("s", 0, 1, "constant time of a step: optimizer launch, data, logging"),
     "optimizer_traffic": Parameter("B/parameter", 12, 60, "memory traffic of the optimizer's update"),
     # communication
-    "tp_bandwidth_share": Parameter("1", 0.1, 1, "of the scale-up link's one-way bandwidth that tensor-parallel collectives reach"),
+    "tp_bandwidth_share": Parameter(
+        "1", 0.1, 1, "of the scale-up link's one-way bandwidth that tensor-parallel collectives reach"
+    ),
     "tp_hidden_share": Parameter("1", 0, 0.9, "of tensor-parallel traffic inside a node that hides behind computing"),
     "tp_latency_s": Parameter("s", 0, 1e-3, "of one tensor-parallel exchange (all-reduce, or gather and scatter)"),
-    "tp_exchanges": Parameter("1/layer", 4, 5, "tensor-parallel exchanges, forward and backward; 4.5 when inputs are gathered again"),
+    "tp_exchanges": Parameter(
+        "1/layer", 4, 5, "tensor-parallel exchanges, forward and backward; 4.5 when inputs are gathered again"
+    ),
     "tp_across_nodes": Parameter("1", 0.1, 20, "speed of tensor parallelism across nodes, relative to the measured table"),
     "dp_bandwidth_gb_s": Parameter("GB/s", 1, 300, "of data-parallel collectives at 8 nodes"),
     "dp_exponent": Parameter("1", 0, 2, "how that bandwidth falls with nodes"),

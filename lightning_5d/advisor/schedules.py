@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One thing a rank does: `F` forward, `B` whole backward, `I` its input part, `W` its weight part, `FB` a forward beside a backward."""
+    """What a rank does: `F` forward, `B` whole backward, `I` its input part, `W` its weight part, `FB` a forward beside one."""
 
     kind: str
     stage: int
@@ -61,7 +61,7 @@ def schedule_actions(schedule: str, num_ranks: int, chunks: int, num_microbatche
     """The actions of every pipeline rank.
 
     Raises:
-        ValueError: the schedule has no actions for that number of micro-batches. (1F1B has, though torch refuses fewer than stages.)
+        ValueError: the schedule has no actions for that number of micro-batches. (1F1B has, where torch refuses.)
     """
     problem = schedule_problem(schedule, num_ranks, chunks, num_microbatches)
     if problem and schedule != "1f1b":

@@ -28,7 +28,7 @@ class Timeline:
     busy_s: tuple[float, ...]
     """Working time of each rank."""
     peak_in_flight: tuple[int, ...]
-    """Most (micro-batch, stage) pairs of each rank whose activations are alive at once: from forward to the end of the weight pass."""
+    """Most (micro-batch, stage) pairs of each rank that are alive at once: from forward to the end of the weight pass."""
 
     @property
     def bubble(self) -> float:
@@ -117,41 +117,41 @@ def simulate(
 def unit_bubble(schedule: str, num_ranks: int, chunks: int, num_microbatches: int) -> float:
     """Idle time of the busiest rank in units of one micro-batch's forward and backward on a rank, all stages alike, F = I = W.
 
-    Closed forms where they are exact: GPipe and 1F1B `p−1`, interleaved `(p−1)/v` when rounds are full.
+    GPipe and 1F1B `p−1`, interleaved `(p−1)/v`, ZB-H1 `(p−1)/3v`, ZB-V `(p−1)/6`, DualPipeV `(p−1)/3`, which the simulation
+    gives too; where a schedule has too few micro-batches or rounds that are not full, the simulation itself.
     """
-    if num_ranks == 1:
+    p, v = num_ranks, chunks
+    if p == 1:
         return 0.0
-    if schedule in ("gpipe", "1f1b"):
-        return float(num_ranks - 1)
-    per_round = num_microbatches // max(1, num_microbatches // num_ranks)
-    if schedule == "interleaved" and per_round == num_ranks:
-        return (num_ranks - 1) / chunks
-    m = _few(schedule, num_ranks, num_microbatches)
-    third = [1 / (3 * chunks)] * (num_ranks * chunks)
-    timeline = simulate(schedule, num_ranks, chunks, m, third, third, third)
-    return timeline.makespan_s - m
+    if _regular(schedule, p, num_microbatches):
+        closed = {"gpipe": p - 1, "1f1b": p - 1, "interleaved": (p - 1) / v, "zb": (p - 1) / (3 * v), "zbv": (p - 1) / 6}
+        return float(closed.get(schedule, (p - 1) / 3))
+    third = [1 / (3 * v)] * (p * v)
+    return simulate(schedule, p, v, num_microbatches, third, third, third).makespan_s - num_microbatches
 
 
 @lru_cache(maxsize=4096)
 def in_flight(schedule: str, num_ranks: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
-    """Peak of live micro-batches on each pipeline rank, counted in whole ranks' worth of layers (a chunk counts `1/v`)."""
+    """Peak of live micro-batches on each pipeline rank, counted in whole ranks' worth of layers (a chunk counts `1/v`).
+
+    GPipe all; 1F1B `p−i`; interleaved `((v−1)p + 2(p−1−i) + 1)/v`; zero bubble and ZB-V `p`; DualPipeV `p + 1/2`.
+    """
+    p, v, m = num_ranks, chunks, num_microbatches
     if schedule == "gpipe":
-        return (float(num_microbatches),) * num_ranks
+        return (float(m),) * p
     if schedule == "1f1b":
-        return tuple(float(min(num_microbatches, num_ranks - r)) for r in range(num_ranks))
+        return tuple(float(min(m, p - r)) for r in range(p))
     if schedule == "interleaved":
-        per_round = num_microbatches // max(1, num_microbatches // num_ranks)
-        total = num_microbatches * chunks
-        return tuple(min((chunks - 1) * per_round + 2 * (num_ranks - 1 - r) + 1, total) / chunks for r in range(num_ranks))
-    m = _few(schedule, num_ranks, num_microbatches)
-    third = [1.0] * (num_ranks * chunks)
-    return tuple(k / chunks for k in simulate(schedule, num_ranks, chunks, m, third, third, third).peak_in_flight)
+        per_round = m // max(1, m // p)
+        return tuple(min((v - 1) * per_round + 2 * (p - 1 - r) + 1, m * v) / v for r in range(p))
+    if _regular(schedule, p, m):
+        return (p + 0.5 if schedule == "dualpipev" else float(p),) * p
+    unit = [1.0] * (p * v)
+    return tuple(k / v for k in simulate(schedule, p, v, m, unit, unit, unit).peak_in_flight)
 
 
-def _few(schedule: str, num_ranks: int, num_microbatches: int) -> int:
-    """A smaller number of micro-batches with the same warm-up, drain and peak: what lies between repeats."""
-    few = 4 * num_ranks
-    if num_microbatches <= few:
-        return num_microbatches
-    per_round = num_microbatches // max(1, num_microbatches // num_ranks)
-    return few if per_round == num_ranks or schedule not in ("interleaved", "zb") else num_microbatches
+def _regular(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether the closed forms hold."""
+    if schedule in ("interleaved", "zb"):
+        return num_microbatches % num_ranks == 0
+    return schedule != "zbv" or num_microbatches >= 2 * num_ranks - 1

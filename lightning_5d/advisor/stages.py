@@ -26,7 +26,7 @@ def cut_layers(num_layers: int, num_stages: int, how: str, embedding_layers: flo
         bounds = [0]
         for k in range(1, num_stages):
             share = sums[-1] * k / num_stages
-            bounds.append(min(range(len(sums)), key=lambda i: abs(sums[i] - share)) + 1)  # noqa: B023
+            bounds.append(min(range(len(sums)), key=lambda i: abs(sums[i] - share)) + 1)
         bounds.append(num_layers + 2)
         counts = [bounds[i + 1] - bounds[i] for i in range(num_stages)]
         counts[0] -= 1
@@ -34,9 +34,8 @@ def cut_layers(num_layers: int, num_stages: int, how: str, embedding_layers: flo
         return tuple(max(c, 0) for c in counts)
     assert how == "cumulative", how
     counts = [0] * num_stages
-    total, passed, stage = num_layers + embedding_layers, 0, 0
-    for _ in range(num_layers):
-        passed += 1
+    total, stage = num_layers + embedding_layers, 0
+    for passed in range(1, num_layers + 1):
         counts[stage] += 1
         if stage < num_stages - 1 and passed > total * (stage + 1) / num_stages:
             stage += 1

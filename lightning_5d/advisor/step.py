@@ -36,7 +36,7 @@ PARTS = (
 
 
 def step_time(c: Cases, q: Framework) -> StepTime:
-    """Step time of each case. The makespan is closed-form: `m` micro-batches on the slowest rank plus the schedule's idle time."""
+    """Step time of each case. Closed-form makespan: `m` micro-batches on the slowest rank plus the schedule's idle time."""
     lt = layer_time(c, q)
     exchange = q["tp_exchanges"] * exchange_s(c, q, gather_bytes(c))
     cp = cp_s(c, q, lt.attention_forward_s, lt.attention_backward_s) if np.any(c.cp > 1) else np.zeros(len(c))

@@ -39,7 +39,7 @@ def gather_bytes(c: Cases) -> Array:
 
 
 def exchange_s(c: Cases, q: Framework, gathered_bytes: Array) -> Array:
-    """One tensor-parallel exchange (all-reduce, or gather and scatter): twice the bytes over the link of the tp group, plus latency."""
+    """One tensor-parallel exchange (all-reduce, or gather and scatter): twice the bytes over the group's link, plus latency."""
     inside = q["tp_bandwidth_share"] * c.scaleup_gb_s
     across = np.minimum(table_gb_s(c.tp / c.node) * c.nic_scale * q["tp_across_nodes"], inside)
     gb_s = np.where(c.tp > c.node, across, inside / (1 - q["tp_hidden_share"]))
@@ -47,7 +47,7 @@ def exchange_s(c: Cases, q: Framework, gathered_bytes: Array) -> Array:
 
 
 def head_exchange_s(c: Cases, q: Framework) -> Array:
-    """Communication of the head: whole logits gathered, or one exchange of hidden states when the loss is sharded over the vocabulary."""
+    """Communication of the head: whole logits gathered, or one exchange of hidden states when the loss is sharded."""
     if q.logits == "gathered":
         return exchange_s(c, q, (c.tp - 1) / c.tp * c.tokens * c.vocab)
     return exchange_s(c, q, gather_bytes(c))
@@ -111,7 +111,9 @@ def dp_gb_s(c: Cases, q: Framework) -> Array:
         return q["dp_bandwidth_gb_s"] * (nodes / REFERENCE_NODES) ** -q["dp_exponent"] * c.nic_scale
     neighbours = np.clip(c.node / (c.tp * (c.pp if q.rank_order == "pp_inner" else 1.0)), 1.0, c.dp * c.cp)
     inside = q["tp_bandwidth_share"] * c.scaleup_gb_s
-    network = np.minimum(0.8 * c.nic_gb_s * neighbours / q["dp_table_scale"], inside) * (span / REFERENCE_NODES) ** -q["dp_exponent"]
+    network = (
+        np.minimum(0.8 * c.nic_gb_s * neighbours / q["dp_table_scale"], inside) * (span / REFERENCE_NODES) ** -q["dp_exponent"]
+    )
     return np.where(span > 1, np.minimum(network, inside), inside)
 
 
