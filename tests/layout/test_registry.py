@@ -89,10 +89,9 @@ FOREIGN = [
     "colossalai",
     "megatron",
     "hpu_parallel",
-    "single",
-    "sp_foo_bar",
+    "mesh8",
+    "sp_a_b",
     "",
-    "ray",
 ]
 
 
