@@ -22,9 +22,11 @@ from lightning_5d.checkpoint.commit import FORMAT
 from lightning_5d.checkpoint.names import Names, plain
 from lightning_5d.checkpoint.rng import restore_rng, rng_tensors
 from lightning_5d.checkpoint.store import CheckpointStore
+from lightning_5d.checkpoint.weight_map import HuggingFaceNames, find_huggingface_names
 
 # The entry of a checkpoint's dict that is ours; everything else in it is Lightning's and the user's.
 ENTRY = "lightning_5d"
+_KEPT_AS = "_checkpoint_session"
 
 
 class CheckpointSession:
@@ -39,13 +41,27 @@ class CheckpointSession:
         self.layout = layout
         self.store = CheckpointStore(group)
         self.names: Names | None = None
+        self.huggingface: HuggingFaceNames | None = None
         self._path: Path | None = None
         self._strict = True
         self._entry: dict[str, Any] = {}
+        self._rest: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> CheckpointSession:
+        """The session that knows ``module``'s names; a new one for a module that was not cut or sharded."""
+        session = module.__dict__.get(_KEPT_AS)
+        if session is None:
+            session = cls("dp1")
+            session.names = Names.of(module)
+            session.huggingface = find_huggingface_names(module, session.names)
+        return session
 
     def take_names(self, module: nn.Module) -> None:
-        """To be called once, before ``module`` is cut or sharded; it may be on the meta device."""
+        """To be called once, before ``module`` is cut or sharded; it may be on the meta device. Kept for :meth:`of`, too."""
         self.names = Names.of(module)
+        self.huggingface = find_huggingface_names(module, self.names)
+        module.__dict__[_KEPT_AS] = self
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """This rank's part of ``module.state_dict()``, for Lightning and for hooks that edit it; live tensors, not copies."""
@@ -85,7 +101,8 @@ class CheckpointSession:
             "layout": self.layout,
             "world_size": len(parts),
             "tied": names.tied,
-            "optimizers": state.merge_groups([groups for _, groups in parts]) if has_optimizers else None,
+            "huggingface": None if self.huggingface is None else self.huggingface.to_plain(),
+            "optimizers": state.merge_groups([groups for _, groups in parts], names) if has_optimizers else None,
         }
         self.store.save(tensors, entries, path, self.layout, int(entries.get("global_step", 0)))
 
@@ -158,7 +175,7 @@ class CheckpointSession:
             )
         param_names = state.parameter_names(module, names)
         parts = gather_objects(on_every_rank(lambda: state.optimizer_groups(optimizers, param_names), group), group)
-        on_every_rank(lambda: state.check_groups(state.merge_groups(parts), then), group)
+        on_every_rank(lambda: state.check_groups(state.merge_groups(parts, names), then), group)
         state.make_slots(optimizers, param_names, self.store.read_metadata(self._path))
         self.store.load(state.optimizer_tensors(optimizers, param_names), self._path)
         state.restore_groups(optimizers, then, param_names)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_5d.checkpoint.names import Names, persistent_tensors, plain
 
 # Of a parameter group: what is not a hyper-parameter.
-_NOT_HYPER = {"params", "param_names"}
+_NOT_HYPER = {"params", "param_names", "ordered"}
 
 
 def parameter_names(module: nn.Module, names: Names) -> dict[int, str]:
@@ -148,14 +148,24 @@ def optimizer_groups(optimizers: Sequence[torch.optim.Optimizer], param_names: M
     return described
 
 
-def merge_groups(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The whole model's description from that of every rank: hyper-parameters of the first, names of all."""
+def merge_groups(parts: Sequence[Sequence[dict[str, Any]]], names: Names) -> list[dict[str, Any]]:
+    """The whole model's description from that of every rank: hyper-parameters of the first, names of all.
+
+    The order of a group's parameters is what configure_optimizers gives in one process, as far as the ranks show it; where the
+    parts of several stages cannot be put in order, ``ordered`` is false.
+    """
+    place = {name: i for i, name in enumerate(names.specs)}
     merged = []
     for of_one_optimizer in zip(*parts, strict=True):
         groups = []
         for of_one_group in zip(*(part["groups"] for part in of_one_optimizer), strict=True):
-            params = dict.fromkeys(name for group in of_one_group for name in group["params"])
-            groups.append({**of_one_group[0], "params": list(params)})
+            lists = [group["params"] for group in of_one_group]
+            params = list(dict.fromkeys(name for part in lists for name in part))
+            whole = next((part for part in lists if len(part) == len(params)), None)
+            by_place = sorted(params, key=place.__getitem__)
+            in_place = all(part == sorted(part, key=place.__getitem__) for part in lists)
+            ordered = whole or (by_place if in_place else None)
+            groups.append({**of_one_group[0], "params": ordered or params, "ordered": ordered is not None})
         scalars = {name: slots for part in of_one_optimizer for name, slots in part["scalars"].items()}
         merged.append({"optimizer": of_one_optimizer[0]["optimizer"], "groups": groups, "scalars": scalars})
     return merged

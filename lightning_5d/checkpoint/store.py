@@ -117,13 +117,18 @@ class CheckpointStore:
         return on_every_rank(lambda: _tensors_of(read_metadata(Path(path))), self.group)
 
     def load(
-        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], path: str | Path, strict: bool = True
+        self,
+        tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        path: str | Path,
+        strict: bool = True,
+        convert: bool = False,
     ) -> list[str]:
         """Fills this rank's tensors in place, each from the pieces that it overlaps; any sharding from any other.
 
         Args:
             tensors: By key; as pairs, a key may come more than once.
             strict: When false, keys that the checkpoint has not are left as they are.
+            convert: Whether a tensor may have another dtype than in the checkpoint.
 
         Returns:
             The keys left as they were.
@@ -140,7 +145,7 @@ class CheckpointStore:
             saved = _tensors_of(metadata)
             missing = sorted({key for key, _ in wanted if key not in saved})
             problems = [f"{key} is missing" for key in missing] if strict else []
-            problems += [text for key, tensor in wanted if key in saved for text in difference(key, saved[key], tensor)]
+            problems += [text for key, tensor in wanted if key in saved for text in difference(key, saved[key], tensor, convert)]
             if problems:
                 raise ValueError(
                     f"{path} does not fit: "
@@ -181,12 +186,12 @@ class CheckpointStore:
             commit.discard(writer._temporary)
 
 
-def difference(key: str, stored: TensorStorageMetadata, tensor: torch.Tensor) -> list[str]:
+def difference(key: str, stored: TensorStorageMetadata, tensor: torch.Tensor, convert: bool = False) -> list[str]:
     """What keeps a stored tensor from being loaded into ``tensor`` exactly, in words; torch would cast the dtype silently."""
     found = []
     if tuple(stored.size) != tuple(tensor.shape):
         found.append(f"{key} has shape {tuple(stored.size)} in the checkpoint and {tuple(tensor.shape)} in the model")
-    if stored.properties.dtype != tensor.dtype:
+    if stored.properties.dtype != tensor.dtype and not convert:
         theirs, ours = str(stored.properties.dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
         found.append(f"{key} is {theirs} in the checkpoint and {ours} in the model (use the precision it was saved with)")
     return found
