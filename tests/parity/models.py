@@ -92,7 +92,9 @@ class Block(nn.Module):
 class HandWritten(LightningModule):
     """Learned positions, LayerNorm with biases, GELU, its own loss and logging: nothing in it knows of layouts."""
 
-    def __init__(self, width: int = 32, heads: int = 4, layers: int = 4, vocab: int = VOCAB, tied: bool = False, lr: float = 0.1) -> None:
+    def __init__(
+        self, width: int = 32, heads: int = 4, layers: int = 4, vocab: int = VOCAB, tied: bool = False, lr: float = 0.1
+    ) -> None:
         super().__init__()
         self.lr = lr
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(64, width)
@@ -116,12 +118,14 @@ class HandWritten(LightningModule):
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         self.log("train_loss_epoch_mean", loss, on_step=False, on_epoch=True)
-        self.log("num_valid", (batch["labels"] != -100).float().sum(), on_step=True, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log(
+            "num_valid", (batch["labels"] != -100).float().sum(), on_step=True, on_epoch=True, reduce_fx="sum", sync_dist=True
+        )
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.mean_loss.update(loss.detach())
+        self.mean_loss.update(loss.detach(), (batch["labels"] != -100).sum())
         self.log("val_loss", loss, prog_bar=True)
         self.log("val_metric", self.mean_loss, on_epoch=True)
         return loss
@@ -130,11 +134,55 @@ class HandWritten(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def own_llama(**changes: Any) -> LlamaModule:
+def own_llama(lr: float = 0.1, **changes: Any) -> LlamaModule:
     config = LlamaConfig(
         **{
-            **dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2),
+            **dict(
+                vocab_size=VOCAB,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+            ),
             **changes,
         }
     )
-    return LlamaModule(config, lr=0.1, optimizer="sgd", weight_decay=0.0, decay_steps=0)
+    return LlamaModule(config, lr=lr, optimizer="sgd", weight_decay=0.0, decay_steps=0)
+
+
+class HuggingFace(LightningModule):
+    """A model of transformers' that computes its own loss: ``labels`` are the ids themselves, shifted by the model."""
+
+    def __init__(self, tied: bool = False, lr: float = 0.1, on_meta: bool = False, **changes: Any) -> None:
+        super().__init__()
+        self.lr, self.tied, self.changes = lr, tied, changes
+        self.model: Any = None
+        if not on_meta:
+            self.build()
+
+    def build(self) -> None:
+        from transformers import LlamaConfig as TheirConfig
+        from transformers import LlamaForCausalLM
+
+        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+        config = TheirConfig(**{**sizes, "vocab_size": VOCAB, "tie_word_embeddings": self.tied, **self.changes})
+        self.model = LlamaForCausalLM(config)
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.build()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(batch["input_ids"], labels=batch["labels"]).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(batch["input_ids"], labels=batch["labels"]).loss)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"]).logits
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
