@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_5d.data.corpus import Corpus
 from lightning_5d.data.position import GlobalOrder, PositionedLoader, ShardedLoader
-from lightning_5d.data.tokenizer import check_vocab_size, tokenizer_file
+from lightning_5d.data.tokenizer import check_vocab_size
 from lightning_5d.data.tokens import TokenFile, build_token_file, cache_folder, unigram_entropy_nats
 from lightning_5d.seeding import keyed_seed
 
@@ -104,8 +104,6 @@ class TextDataModule(LightningDataModule):
             raise ValueError(f"TextDataModule: val_fraction must lie between 0 and 1, got {val_fraction}.")
         if tokenizer is None:
             check_vocab_size(vocab_size)
-        else:
-            tokenizer_file(tokenizer)
         self.save_hyperparameters()
         self._token_file: TokenFile | None = None
 
