@@ -57,7 +57,7 @@ class MFUMonitor(Callback):
         log_every_n_steps: optimizer steps between log steps; None: the trainer's.
         warmup_steps: first optimizer steps of a fit that are left out (compilation, allocation).
         recompute: activation checkpointing for `perf/hfu`, as a layout writes `ac`: 0, 1, N or "sel"; None: the layout's, and
-            under other strategies 0, unless checkpointed modules are found (then no `perf/hfu`).
+            without one 0, unless checkpointed modules are found (then no `perf/hfu`).
         print_line: whether rank 0 prints a line at log steps, above a progress bar if there is one.
         tokens_key: entry of the batch that holds token ids; without it the first 2-D integer tensor counts.
         clock: seconds.
@@ -118,15 +118,13 @@ class MFUMonitor(Callback):
         self._dp_size = data_parallel_size(trainer)
         self._every = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._warmup_left = self.warmup_steps
-        self._global_step = self._reported_step = trainer.global_step
+        self._global_step = trainer.global_step
         self._has_reported = False
         self._window: _Window | None = None
         self._stopwatch = Stopwatch(self.clock, lambda: synchronize(device))
         self._undo_pausing = pause_while_saving(trainer, self._stopwatch)
         if self._shape is None:
-            self._say(
-                f"MFUMonitor: no perf/mfu, perf/hfu and perf/tflops_per_gpu, as nothing can be counted: {self._why_no_shape}."
-            )
+            self._say(f"MFUMonitor: no perf/mfu, perf/hfu, perf/tflops_per_gpu, as nothing can be counted: {self._why_no_shape}.")
         if self._peak.tflops is None:
             self._say(f"MFUMonitor: no perf/mfu and perf/hfu. {self._peak.note}", warn=True)
         elif self._peak.measured:
@@ -155,7 +153,7 @@ class MFUMonitor(Callback):
         if self.recompute is not None:
             return self.recompute
         layout = getattr(strategy, "layout", None)
-        if layout is not None:
+        if layout is not None and layout.ac != 0:
             return layout.ac
         if any(_is_checkpointed(part) for part in module.modules()):
             self._say(
@@ -189,7 +187,7 @@ class MFUMonitor(Callback):
 
     def _begin_window(self) -> None:
         assert self._stopwatch is not None
-        self._window = _Window()
+        self._window, self._reported_step = _Window(), self._global_step
         self._stopwatch.start()
 
     def _count(self, batch: Any) -> None:

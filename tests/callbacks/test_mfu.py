@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -145,13 +145,13 @@ class FakeLayoutStrategy(SingleDeviceStrategy):
 SHAPE = ModelShape(NUM_PARAMETERS, VOCAB * HIDDEN, LAYERS, HIDDEN, VOCAB, tied=False)
 
 
-def run_layouts(*layouts, world_size, num_microbatches=4, shape=SHAPE):
+def run_layouts(*layouts, world_size, num_microbatches=4, shape=SHAPE, make_module=Timed):
     """One fit a layout on one process that stands for ``world_size`` equal ones."""
 
     def fit_each():
         mfu_file.gather = lambda values, device: [values] * world_size
         strategies = [FakeLayoutStrategy(layout, world_size, num_microbatches, shape) for layout in layouts]
-        return [fit(trainer={"strategy": strategy, "accelerator": "auto"}) for strategy in strategies]
+        return [fit(make_module=make_module, trainer={"strategy": strategy, "accelerator": "auto"}) for strategy in strategies]
 
     return run_ranks(1, fit_each)[0]
 
@@ -219,6 +219,22 @@ def test_ddp_logs_one_value_on_every_rank_and_a_checkpoint_may_monitor_it(tmp_pa
     assert first["perf/tokens_per_s"] == pytest.approx(2 * 5 * SEQ_LEN / 10)
     assert first["perf/mfu"] == pytest.approx(2 * 5 * SEQ_LEN * FLOPS_PER_TOKEN / 10 / (2 * PEAK * 1e12))
     assert path and score == pytest.approx(first["perf/mfu"])
+
+
+class Configured(Timed):
+    def configure_model(self):
+        """Lightning's model-parallel strategy asks for one."""
+
+
+def fit_tensor_parallel():
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, process_group_backend="gloo")
+    return fit(make_module=Configured, trainer={"strategy": strategy, "devices": 2})["metrics"]
+
+
+def test_lightnings_own_tensor_parallelism_does_not_multiply_tokens():
+    for metrics in run_ranks(2, fit_tensor_parallel):
+        assert metrics["perf/tokens_per_s"] == pytest.approx(SEQ_LEN)
+        assert metrics["perf/mfu"] == pytest.approx(MFU / 2)
 
 
 def fit_counting(every, steps):
@@ -366,9 +382,24 @@ class FlaggedLikeTransformers(Timed):
 @pytest.mark.parametrize("make_module", [Checkpointed, FlaggedLikeTransformers])
 def test_recomputation_of_unknown_extent_has_no_hfu_until_it_is_said(make_module):
     unknown, told = run_each([{"make_module": make_module, "monitor": {"recompute": recompute}} for recompute in (None, 1)])
+    no_ac, with_ac = run_layouts("tp2", "tp2_ac", world_size=2, make_module=make_module)
+    assert "perf/hfu" not in no_ac["metrics"] and "perf/hfu" in with_ac["metrics"]
     assert "perf/hfu" not in unknown["metrics"] and unknown["metrics"]["perf/mfu"] == pytest.approx(MFU)
     assert any("no perf/hfu" in text and "recompute=" in text for _, text in unknown["said"])
     assert told["metrics"]["perf/hfu"] > told["metrics"]["perf/mfu"]
+
+
+class Padding(SingleDeviceStrategy):
+    """Changes the number of parameters while it sets the model up, as FSDP does when it flattens, pads and shards them."""
+
+    def model_to_device(self):
+        super().model_to_device()
+        self.lightning_module.register_parameter("padding", nn.Parameter(torch.zeros(1000)))
+
+
+def test_the_model_is_counted_before_a_strategy_changes_it():
+    result = run(trainer={"strategy": Padding("cpu", accelerator="cpu"), "accelerator": "auto"})
+    assert result["metrics"]["perf/mfu"] == pytest.approx(MFU)
 
 
 # ---- when and where it is logged
@@ -399,7 +430,7 @@ def test_its_own_interval_and_lightnings_switch():
     def lines_of_each():
         counter, lines = CountLines(), []
         for monitor, trainer in (
-            ({"log_every_n_steps": 3}, {"max_steps": 8}),
+            ({"log_every_n_steps": 3, "warmup_steps": 3}, {"max_steps": 10}),
             ({}, {"log_every_n_steps": 0}),
             ({"print_line": False}, {}),
         ):
@@ -407,7 +438,7 @@ def test_its_own_interval_and_lightnings_switch():
             lines.append([line.split(" | ")[0] for line in counter.lines])
         return lines
 
-    assert run_ranks(1, lines_of_each)[0] == [["step 3", "step 6"], [], []]
+    assert run_ranks(1, lines_of_each)[0] == [["step 6", "step 9"], [], []]
 
 
 def test_the_line_is_printed_once_on_rank_0_beside_a_progress_bar(capfd):
