@@ -109,7 +109,7 @@ class _TwinNames(list):
 
     def __contains__(self, name: object) -> bool:
         if isinstance(name, str):
-            is_ours = name not in set(self) and (_layout_name(name) is not None or looks_like_layout(name))
+            is_ours = _layout_name(name) is not None or looks_like_layout(name)
         else:
             is_ours = any(base.__module__.startswith("lightning_5d.") for base in type(name).__mro__)
         if is_ours:
