@@ -4,7 +4,9 @@ Importing this package loads neither Triton nor a neighbour of this project. doc
 """
 
 from .glu import geglu, swiglu
+from .linear_loss import linear_cross_entropy
+from .loss import cross_entropy
 from .norm import rms_norm
 from .rope import rotary
 
-__all__ = ["geglu", "rms_norm", "rotary", "swiglu"]
+__all__ = ["cross_entropy", "geglu", "linear_cross_entropy", "rms_norm", "rotary", "swiglu"]

@@ -112,7 +112,7 @@ def cdiv(a: int, b: int) -> int:
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """``[..., width] -> [rows, width]`` with unit stride in a row: a view where possible, so that slices are not copied."""
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.shape[-1] <= 1 or rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -57,3 +57,13 @@ def assert_gradients(actual, leaves, **kwargs):
     """Each gradient in ``actual`` is that of the float64 leaf, rounded once."""
     for grad, leaf in zip(actual, leaves, strict=True):
         assert_rounded_once(grad, leaf.grad, **kwargs)
+
+
+def cross_entropy(logits, target, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="mean"):
+    """torch's own loss, and the z-loss beside it; zero instead of NaN without targets."""
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    losses = F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    losses = losses + z_loss * torch.where(target != ignore_index, torch.logsumexp(logits, -1) ** 2, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / ((target != ignore_index).sum().clamp(min=1) if reduction == "mean" else 1)

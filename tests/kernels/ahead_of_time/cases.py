@@ -1,7 +1,7 @@
 """The shapes whose launches are compiled ahead of time: Llama 8B, 70B and 405B, query-key norms, odd widths."""
 
 import torch
-from lightning_5d.kernels import glu, norm, rope
+from lightning_5d.kernels import glu, loss, norm, rope
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -46,6 +46,16 @@ def rotary(q_heads, kv_heads, head_dim, rotary_dim=None, interleaved=False, dtyp
     return launch
 
 
+def cross_entropy(vocab, dtype=BF16, softcap=0.0):
+    def launch():
+        logits, target, row = meta(4096, vocab, dtype=dtype), meta(4096, dtype=torch.int64), meta(4096, dtype=F32)
+        for continued in (False, True):
+            loss._launch_statistics(logits, target, meta(4, 4096, dtype=F32), 0, vocab, softcap, continued)
+        loss._launch_gradient(logits, logits, target, row, row, 0, vocab, loss.LossOptions(vocab, -100, 0.1, 1e-4, softcap))
+
+    return launch
+
+
 CASES = {
     **{f"rms_norm {h} bf16": rms_norm(h) for h in (128, 1024, 2048, 4096, 5120, 8192, 16384, 18432)},
     **{f"rms_norm {h} fp32": rms_norm(h, F32, F32) for h in (128, 4096, 8192, 16384)},
@@ -55,6 +65,11 @@ CASES = {
     "silu 14336 bf16 packed": gated("silu", 14336, packed=True),
     "silu 28672 fp32": gated("silu", 28672, F32),
     "silu 100 bf16": gated("silu", 100),
+    "cross_entropy 128256 bf16": cross_entropy(128_256),
+    "cross_entropy 8192 bf16, a tile": cross_entropy(8192),
+    "cross_entropy 32000 fp32": cross_entropy(32_000, F32),
+    "cross_entropy 50257 bf16": cross_entropy(50_257),
+    "cross_entropy 256000 bf16, capped": cross_entropy(256_000, softcap=30.0),
     "rotary 32 and 8 heads of 128": rotary(32, 8, 128),
     "rotary 128 and 8 heads of 128, fp32 tables": rotary(128, 8, 128, table_dtype=F32),
     "rotary 16 and 16 heads of 256, interleaved": rotary(16, 16, 256, interleaved=True),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from lightning_5d.kernels import geglu, rms_norm, rotary, swiglu
+from lightning_5d.kernels import cross_entropy, geglu, linear_cross_entropy, rms_norm, rotary, swiglu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels import oracles
@@ -35,7 +35,12 @@ GRADCHECKS = {
         lambda q, k: rotary(q, k, *tables_of_4, interleaved=True),
         (f64(2, 3, 2, 6), f64(2, 3, 1, 6)),
     ),
+    "cross_entropy": lambda: (lambda x: cross_entropy(x, TARGET, **ALL), (f64(4, 7),)),
+    "cross_entropy, each token": lambda: (lambda x: cross_entropy(x, TARGET, reduction="none"), (f64(4, 7),)),
+    "linear_cross_entropy": lambda: (lambda h, w: linear_cross_entropy(h, w, TARGET, **ALL), (f64(4, 3), f64(7, 3))),
 }
+TARGET = torch.tensor([3, -100, 0, 6])
+ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 2.0}
 tables_of_4 = tables(3, 4)
 
 
@@ -55,6 +60,9 @@ def test_values_equal_the_oracles():
     torch.testing.assert_close(swiglu(gate, up), oracles.glu(gate, up, "silu"))
     torch.testing.assert_close(geglu(gate, up), oracles.glu(gate, up, "gelu_tanh"))
     torch.testing.assert_close(geglu(gate, up, "none"), oracles.glu(gate, up, "gelu"))
+    logits = f64(4, 7)
+    for options in ({}, ALL, {"reduction": "none"}, {"reduction": "sum"}):
+        torch.testing.assert_close(cross_entropy(logits, TARGET, **options), oracles.cross_entropy(logits, TARGET, **options))
     q, k = f64(2, 3, 4, 8), f64(2, 3, 2, 8)
     cos, sin = tables(16, 3)
     positions = torch.tensor([[0, 9, 3], [15, 1, 1]])
@@ -76,6 +84,26 @@ SAMPLES = {
     "glu_backward": lambda: (f32(2, 8), f32(2, 8), f32(2, 8), 1),
     "glu_packed_backward": lambda: (f32(2, 8), f32(2, 16), 2),
     "rotary": lambda: (f32(2, 4, 3, 8).transpose(1, 2), f32(2, 3, 2, 8), f32(1, 3, 8), f32(1, 3, 8), None, False, 8, False),
+    "cross_entropy_statistics": lambda: (f32(4, 7), TARGET, 0, 7, 0.0),
+    "cross_entropy_gradient": lambda: (f32(4, 7), TARGET, f32(4), f32(4), 0, 7, 7, 0.1, 0.01, 2.0),
+    "cross_entropy_gradient_": lambda: (f32(4, 7), TARGET, f32(4), f32(4), 0, 7, 7, 0.0, 0.0, 0.0),
+    "linear_cross_entropy_statistics": lambda: (f32(4, 3), f32(7, 3), TARGET, 0, 7, 0.0, 4),
+    "linear_cross_entropy_gradient": lambda: (
+        f32(4, 3),
+        f32(7, 3),
+        TARGET,
+        f32(4),
+        f32(4),
+        0,
+        7,
+        7,
+        0.0,
+        0.0,
+        0.0,
+        4,
+        True,
+        True,
+    ),
     "rotary_": lambda: (
         f32(2, 3, 4, 8),
         f32(2, 3, 2, 8),
@@ -104,6 +132,7 @@ def test_fake_tensors_on_a_gpu_that_is_not_here():
         assert rotary(q, q, table, table)[0].shape == q.shape
 
 
+@pytest.mark.slow
 def test_compiles_without_a_graph_break():
     def block(x, w, gate, up, q, cos, sin):
         return rms_norm(x, w), swiglu(gate, up), *rotary(q, q * 2, cos, sin)
@@ -118,6 +147,35 @@ def test_compiles_without_a_graph_break():
     torch.testing.assert_close(
         torch.autograd.grad(sum(o.sum() for o in got), leaves), torch.autograd.grad(sum(o.sum() for o in want), leaves)
     )
+
+
+@pytest.mark.parametrize("vocab", [7, 20_000])
+def test_tiles_make_no_difference(vocab):
+    torch.manual_seed(2)
+    hidden, weight, target = f32(4, 8).requires_grad_(), f32(vocab, 8).requires_grad_(), TARGET
+    fused = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), [hidden, weight])
+    unfused = torch.autograd.grad(torch.nn.functional.cross_entropy(hidden @ weight.t(), target), [hidden, weight])
+    torch.testing.assert_close(fused, unfused)
+
+
+def test_flops_of_the_fused_loss_are_counted():
+    import lightning_5d.kernels.flops  # noqa: F401
+    from torch.utils.flop_counter import FlopCounterMode
+
+    hidden, weight = f32(4, 8).requires_grad_(), f32(7, 8).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(hidden, weight, TARGET).backward()
+    assert counter.get_total_flops() == 4 * (2 * 4 * 8 * 7)  # forward, its recomputation, and two gradients
+
+
+def test_autocast_takes_its_dtype():
+    hidden, weight = f32(4, 8).requires_grad_(), f32(7, 8).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = linear_cross_entropy(hidden, weight, TARGET)
+    want = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), TARGET)
+    assert torch.equal(value, want) and value.dtype == torch.float32
+    value.backward()
+    assert weight.grad.dtype == torch.float32
 
 
 def test_recompute_gives_the_same_gradients():
@@ -140,6 +198,12 @@ def test_recompute_gives_the_same_gradients():
         (lambda: rotary(f32(1, 3, 2, 8), f32(1, 4, 2, 8), f32(3, 8), f32(3, 8)), "only their heads may differ"),
         (lambda: rotary(f32(1, 3, 2, 8), f32(1, 3, 2, 8), f32(3, 8).requires_grad_(), f32(3, 8)), "tables get none"),
         (lambda: rotary(f32(1, 3, 2, 8), f32(1, 3, 2, 8), f32(3, 8), f32(3, 8), seq_dim=3), "allowed are 1"),
+        (lambda: cross_entropy(f32(4, 6), TARGET), "targets lie from -100 to 6; allowed are 0 to 5, or ignore_index -100"),
+        (lambda: cross_entropy(f32(4, 7), TARGET[:3]), r"logits \(4, 7\) do not fit targets \(3,\)"),
+        (lambda: cross_entropy(f32(4, 7), TARGET, softcap=-1.0), "softcap=-1.0, allowed are positive"),
+        (lambda: cross_entropy(f32(4, 7), TARGET, label_smoothing=2), "allowed are 0 to 1"),
+        (lambda: cross_entropy(f32(4, 7), TARGET, reduction="max"), "allowed are 'mean', 'sum' and 'none'"),
+        (lambda: linear_cross_entropy(f32(4, 3), f32(7, 4), TARGET), r"shapes \(4, 3\), \(7, 4\) and \(4,\) do not fit"),
     ],
 )
 def test_errors_name_what_was_wrong(call, says):
@@ -149,23 +213,24 @@ def test_errors_name_what_was_wrong(call, says):
 
 WITHOUT_TRITON = """
 import sys
+import torch
+
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] == 'triton':
-            raise ModuleNotFoundError("No module named 'triton'", name='triton')
-{block}
-import torch
-from lightning_5d.kernels import rms_norm, rotary, swiglu
+        if name.split('.')[0] in ('triton', 'transformers'):
+            raise ModuleNotFoundError(f"{name} was imported", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from lightning_5d.kernels import linear_cross_entropy, rms_norm, rotary, swiglu
 x = torch.randn(2, 3, 4, 8, requires_grad=True)
 y = rms_norm(x, torch.ones(8))
 (swiglu(y, x) + sum(rotary(x, x, torch.ones(3, 8), torch.zeros(3, 8)))).sum().backward()
+linear_cross_entropy(x, torch.randn(5, 8), torch.zeros(2, 3, 4, dtype=torch.long)).backward()
 assert x.grad.shape == x.shape
-assert 'lightning' not in sys.modules and 'transformers' not in sys.modules, 'a neighbour was imported'
-assert 'triton' not in sys.modules, 'a CPU run loaded Triton'
 """
 
 
-@pytest.mark.parametrize("block", ["", "sys.meta_path.insert(0, Blocked())"], ids=["installed", "not installed"])
-def test_cpu_tensors_never_load_triton(block):
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON.format(block=block)], capture_output=True, text=True)
+def test_cpu_tensors_need_no_triton_and_no_neighbour():
+    """In a process where importing Triton fails: nothing tries to, and everything works."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
