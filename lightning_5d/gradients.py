@@ -48,7 +48,9 @@ class Gradients:
     Lightning's zero_grad, :meth:`put_back`, :meth:`clip_by_norm`.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh, partial: Sequence[nn.Parameter], tied: Sequence[TiedCopy]) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], mesh: Mesh, partial: Sequence[nn.Parameter], tied: Sequence[TiedCopy]
+    ) -> None:
         self.parameters = list(dict.fromkeys(parameters))
         self.mesh, self.partial, self.tied = mesh, list(partial), list(tied)
         self._aside: list[Tensor | None] | None = None
@@ -97,7 +99,9 @@ class Gradients:
             if gradient is not None and id(parameter) not in self._second_copies:
                 by_copies.setdefault(num_copies(gradient, self.mesh), []).append(local_of(gradient))
         device = self.mesh.device_mesh.device_type
-        total = torch.zeros((), dtype=torch.float32, device=device if device == "cpu" else torch.device(device, torch.cuda.current_device()))
+        total = torch.zeros(
+            (), dtype=torch.float32, device=device if device == "cpu" else torch.device(device, torch.cuda.current_device())
+        )
         for copies, gradients in by_copies.items():
             norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
             total = total + torch.stack(norms).square().sum() / copies
@@ -164,6 +168,6 @@ def check_tied_groups(tied: Sequence[TiedCopy], optimizers: Sequence[torch.optim
         places = {rank[name] for rank in everyone if name in rank}
         if len(places) > 1:
             raise ValueError(
-                f"{name} is shared by two pipeline stages but its copies are in different optimizer parameter groups {sorted(places)}: "
+                f"{name} is shared by two pipeline stages but its copies are in different parameter groups {sorted(places)}: "
                 "group parameters by shape or by the tied weight's first name, not by the name of one owner"
             )

@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 
-def replace_sigterm_broadcast(trainer: Any, check: Callable[[], None]) -> None:
-    """Lightning broadcasts a flag and reads it on the host before every batch; ``check`` is called in its place."""
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = check
+class _AgreedSigterm:
+    """Lightning's signal connector, with a flag that all ranks raise together: one that stops alone leaves the others hanging."""
+
+    was_asked = False
+    is_agreed = False
+
+    @property
+    def received_sigterm(self) -> bool:
+        return self.is_agreed
+
+    @received_sigterm.setter
+    def received_sigterm(self, value: bool) -> None:
+        self.was_asked = value
+
+    def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
+        # Lightning's own broadcasts from inside the signal handler, in the middle of whatever collective is running.
+        launcher = self.trainer.strategy.launcher  # type: ignore[attr-defined]
+        if launcher is not None and not self.was_asked:
+            launcher.kill(signum)
+        self.was_asked = True
 
 
-def restore_sigterm_broadcast(trainer: Any) -> None:
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+class SigtermAgreement:
+    """Takes the place of the broadcast and host synchronisation that Lightning makes before every batch.
+
+    ``check`` is called before every batch instead; it raises when the ranks have agreed to stop.
+    """
+
+    def __init__(self, trainer: Any, check: Callable[[], None]) -> None:
+        self._loop, self._connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+        self._class = type(self._connector)
+        self._connector.__class__ = type(self._class.__name__, (_AgreedSigterm, self._class), {})
+        self._loop._broadcast_sigterm_tensor = check
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether this rank was sent SIGTERM."""
+        return self._connector.was_asked
+
+    def agree(self) -> None:
+        """From here on ``trainer.received_sigterm`` is true."""
+        self._connector.is_agreed = True
+
+    def end(self) -> None:
+        """Gives Lightning its own back."""
+        self._loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        self._connector.__class__ = self._class
+
+
+def silence_sync_dist_hint() -> None:
+    """Lightning recommends ``sync_dist=True`` for values that are already the same on every rank."""
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`")

@@ -21,7 +21,8 @@ def keyed_seed(seed: int, *key: str | int) -> int:
 @contextlib.contextmanager
 def keyed_rng(seed: int, *key: str | int, device: torch.device | None = None) -> Iterator[None]:
     """Inside, torch's default generators (CPU and, if given, one device's) are seeded by the key; after, they are as before."""
-    devices = [device] if device is not None and device.type != "cpu" else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+    on_accelerator = device is not None and device.type != "cpu"
+    devices = [device] if on_accelerator else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if device is not None and on_accelerator else "cuda"):
         torch.manual_seed(keyed_seed(seed, *key))
         yield

@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_5d.checkpoint import CheckpointSession
 from lightning_5d.gradients import Gradients, check_tied_groups, find_tied, tied_across_stages
 from lightning_5d.layout import Layout, check_model
-from lightning_5d.lightning_private import replace_sigterm_broadcast, restore_sigterm_broadcast
+from lightning_5d.lightning_private import SigtermAgreement, silence_sync_dist_hint
 from lightning_5d.mesh import Mesh, build_mesh, host_group_along_pp
 from lightning_5d.parallel.materialize import Materializer, broadcast_from_rank_zero
 from lightning_5d.parallel.parallelize import Parallelized, parallelize
@@ -48,8 +48,8 @@ class LayoutStrategy(ParallelStrategy):
         layout: the layout string, or a :class:`Layout`. See docs/layouts.md.
         plan: where things are in the model; found by itself for known models and most hand-written ones.
         split: layers per pipeline stage, such as ``[9, 8, 8, 7]``; even when not given.
-        loss_weighting: "target": the loss of a split batch is the loss of the whole batch, each replica and micro-batch weighted by
-            its valid targets. "replica": each data-parallel replica counts the same, as under DDP.
+        loss_weighting: "target": the loss of a split batch is the loss of the whole batch, each replica and micro-batch weighted
+            by its valid targets. "replica": each data-parallel replica counts the same, as under DDP.
         process_group_backend: of ``torch.distributed``; by the device when not given.
         timeout_s: of collectives, in seconds.
 
@@ -87,6 +87,7 @@ class LayoutStrategy(ParallelStrategy):
         self._gradients: Gradients | None = None
         self._tied: list[list[str]] = []
         self._checkpoints: CheckpointSession | None = None
+        self._sigterm: SigtermAgreement | None = None
         self._reduce_now = True
         self._restore_rng = False
 
@@ -135,7 +136,7 @@ class LayoutStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
             # The first moment at which the number of ranks is known.
             self.layout = self.layout.resolve(self.world_size)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -181,13 +182,17 @@ class LayoutStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             self._setup_gradients(module)
             self._checkpoints.check_optimizers(module, self.optimizers)
-            replace_sigterm_broadcast(trainer, self._stop_if_asked)
+            self._sigterm = SigtermAgreement(trainer, self._stop_if_asked) if self.world_size > 1 else None
+        silence_sync_dist_hint()
         self.setup_precision_plugin()
         self.barrier()
 
     def _lay_out(self, module: LightningModule) -> None:
         if module.__dict__.get("_layout") is not None:
-            raise ValueError(f"this {type(module).__name__} was already laid out as {module.__dict__['_layout']} by another strategy: build a new one")
+            raise ValueError(
+                f"this {type(module).__name__} was already laid out as {module.__dict__['_layout']} by another strategy: "
+                "build a new one"
+            )
         plan = self.plan or find_plan(module)
         if plan is not None:
             plan.validate(module)
@@ -209,7 +214,15 @@ class LayoutStrategy(ParallelStrategy):
         host_group = host_group_along_pp(mesh, self.root_device.type)
         hidden_dtype = dtype or compute_dtype or torch.float32
         self._runner = StepRunner(
-            module, self._parts.stage, self.layout, mesh, plan, self.root_device, hidden_dtype, self.loss_weighting == "replica", host_group
+            module,
+            self._parts.stage,
+            self.layout,
+            mesh,
+            plan,
+            self.root_device,
+            hidden_dtype,
+            self.loss_weighting == "replica",
+            host_group,
         )
         runner = self._runner
         if dist.get_world_size() > 1:
@@ -257,7 +270,7 @@ class LayoutStrategy(ParallelStrategy):
             args,
             self.precision_plugin.train_step_context,
             loss_scale=1.0 / accumulate,
-            stop=bool(trainer.received_sigterm),
+            stop=self._sigterm is not None and self._sigterm.was_asked,
             before_last_backward=before_last_backward,
         )
         if reduce_now:
@@ -315,10 +328,9 @@ class LayoutStrategy(ParallelStrategy):
 
     def _stop_if_asked(self) -> None:
         """Stops all ranks at the same batch once one of them was sent SIGTERM; told by the last step's own all-reduce."""
-        assert self._runner is not None
+        assert self._runner is not None and self._sigterm is not None
         if self._runner.is_stop_requested():
-            assert self.lightning_module is not None
-            self.lightning_module.trainer.received_sigterm = True
+            self._sigterm.agree()
             raise SIGTERMException
 
     # ---- between ranks
@@ -382,12 +394,11 @@ class LayoutStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Leaves the module where it is: it may be evaluated, saved or trained again. Must survive a half-built strategy."""
-        if self._lightning_module is not None and self._lightning_module._trainer is not None:
-            restore_sigterm_broadcast(self._lightning_module.trainer)
+        if self._sigterm is not None:
+            self._sigterm.end()
+            self._sigterm = None
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
-
-

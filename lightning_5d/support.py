@@ -40,10 +40,12 @@ def refuse_module(module: Any, layout: Layout, fitting: bool) -> None:
         return
     if not module.automatic_optimization:
         raise ValueError(
-            f"layout '{layout}': manual optimization (several optimizers) needs the gradients inside training_step, where a layout does not have "
-            "them yet. Use automatic optimization with one optimizer"
+            f"layout '{layout}': manual optimization (several optimizers) needs the gradients inside training_step, "
+            "where a layout does not have them yet. Use automatic optimization with one optimizer"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError("training_step(dataloader_iter) cannot be split into micro-batches: take a batch instead")
     if is_overridden("backward", module):
-        raise ValueError("an overridden LightningModule.backward would not be called: a layout runs the backward itself, in training_step")
+        raise ValueError(
+            "an overridden LightningModule.backward would not be called: a layout runs the backward itself, in training_step"
+        )

@@ -50,7 +50,9 @@ def set_rank_environment(rank: int, world_size: int, port: int) -> None:
     )
 
 
-def _rank_main(rank: int, world_size: int, port: int, fn: Callable, args: tuple, kwargs: dict, init: bool, timeout_s: int, results: Any) -> None:
+def _rank_main(
+    rank: int, world_size: int, port: int, fn: Callable, args: tuple, kwargs: dict, init: bool, timeout_s: int, results: Any
+) -> None:
     set_rank_environment(rank, world_size, port)
     torch.set_num_threads(1)
     try:
@@ -80,7 +82,8 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, init: bool = False, tim
     """
     port, results = free_port(), _CONTEXT.Queue()
     processes = [
-        _CONTEXT.Process(target=_rank_main, args=(r, world_size, port, fn, args, kwargs, init, timeout_s, results)) for r in range(world_size)
+        _CONTEXT.Process(target=_rank_main, args=(r, world_size, port, fn, args, kwargs, init, timeout_s, results))
+        for r in range(world_size)
     ]
     for process in processes:
         process.start()
@@ -101,7 +104,9 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, init: bool = False, tim
                 values[rank] = pickle.loads(value)
             else:
                 errors[rank] = error
-                deadline = min(deadline, time.monotonic() + 2)  # the others' errors are echoes; wait for the first one's peers only briefly
+                deadline = min(
+                    deadline, time.monotonic() + 2
+                )  # the others' errors are echoes; wait for the first one's peers only briefly
     finally:
         for process in processes:
             process.join(0 if errors or len(values) < world_size else 20)

@@ -14,6 +14,10 @@ from torch import Tensor
 
 SEQ_DIM = 1
 
+# torch 2.13 renamed them; the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over the group, in place."""
@@ -25,7 +29,7 @@ def all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[batch, seq / n, ...]`` of each rank -> ``[batch, seq, ...]``."""
     n = group.size()
     gathered = x.new_empty((n, *x.shape))
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=group)
+    _all_gather(gathered.flatten(0, 1), x.contiguous(), group=group)
     return gathered.movedim(0, SEQ_DIM).flatten(SEQ_DIM, SEQ_DIM + 1)
 
 
@@ -34,7 +38,7 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     n = group.size()
     parts = x.unflatten(SEQ_DIM, (n, x.shape[SEQ_DIM] // n)).movedim(SEQ_DIM, 0).contiguous()
     part = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(part, parts.flatten(0, 1), group=group)
+    _reduce_scatter(part, parts.flatten(0, 1), group=group)
     return part
 
 
@@ -118,7 +122,7 @@ class _GatherLast(torch.autograd.Function):
         if x.shape[-1] < widest:
             x = torch.nn.functional.pad(x, (0, widest - x.shape[-1]))
         gathered = x.new_empty((len(sizes), *x.shape))
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=group)
+        _all_gather(gathered.flatten(0, 1), x.contiguous(), group=group)
         return torch.cat([part[..., :size] for part, size in zip(gathered.unbind(0), sizes, strict=True)], dim=-1)
 
     @staticmethod

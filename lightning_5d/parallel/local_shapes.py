@@ -47,7 +47,9 @@ class _LocalViews(TorchFunctionMode):
         super().__init__()
         self.tp = tp
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func in (Tensor.view, Tensor.reshape, torch.reshape):
             sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
             if sizes and all(isinstance(s, int) for s in sizes):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_5d.seeding import keyed_rng
 
-
 Shard = Callable[[nn.Module, str, nn.Parameter], nn.Parameter]
 
 
@@ -68,7 +67,9 @@ class Materializer:
             if original is not None and final is not None and original() is parameter:
                 done = final()
                 if done is None:
-                    raise ValueError(f"{type(leaf).__name__}.{name} is shared between layers, which cannot be sharded apart: untie it")
+                    raise ValueError(
+                        f"{type(leaf).__name__}.{name} is shared between layers, which cannot be sharded apart: untie it"
+                    )
             else:
                 done = self._real(parameter, drawn)
                 if shard is not None:
@@ -101,10 +102,12 @@ class Materializer:
         leaf = origin.leaf
         twin = copy.copy(leaf)
         twin.__dict__["_parameters"] = {
-            n: None if p is None else nn.Parameter(_unset(p, self.device), requires_grad=False) for n, p in leaf._parameters.items()
+            n: None if p is None else nn.Parameter(_unset(p, self.device), requires_grad=False)
+            for n, p in leaf._parameters.items()
         }
         twin.__dict__["_buffers"] = {
-            n: None if b is None else (_unset(b, self.device) if b.is_meta else b.to(self.device)) for n, b in leaf._buffers.items()
+            n: None if b is None else (_unset(b, self.device) if b.is_meta else b.to(self.device))
+            for n, b in leaf._buffers.items()
         }
         with torch.no_grad(), keyed_rng(origin.seed, origin.path, device=self.device):
             if origin.owner is not None:
@@ -114,8 +117,8 @@ class Materializer:
         for name, tensor in [*twin.named_parameters(recurse=False), *twin.named_buffers(recurse=False)]:
             if _is_unset(tensor):
                 raise ValueError(
-                    f"{origin.path}.{name} ({type(leaf).__name__}) is on the meta device and has no initial value: give the module "
-                    "reset_parameters(), give its model _init_weights(module), or build the model in __init__ instead of configure_model"
+                    f"{origin.path}.{name} ({type(leaf).__name__}) is on the meta device and has no initial value: give the "
+                    "module reset_parameters(), give its model _init_weights(module), or build the model in __init__"
                 )
         return twin
 

@@ -42,8 +42,8 @@ def parallelize(
     """Cuts, fills, splits and wraps ``module`` in place. ``compute_dtype`` is given for mixed precision only."""
     if plan is None and (layout.tp > 1 or layout.pp > 1 or layout.ac):
         raise LayoutError(
-            f"layout {layout}: no list of layers was found in {type(module).__name__}; give LayoutStrategy(plan=ParallelPlan(layers=...)) "
-            "or use data parallelism alone"
+            f"layout {layout}: no list of layers was found in {type(module).__name__}; "
+            "give LayoutStrategy(plan=ParallelPlan(layers=...)) or use data parallelism alone"
         )
     layers = None
     if plan is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,13 +36,13 @@ def _keep_expensive(ctx: object, op: object, *args: object, **kwargs: object) ->
 def recompute_layers(layers: Sequence[tuple[int, nn.Module]], ac: int | str) -> int:
     """Wraps the layers that ``ac`` names, by their index in the whole model; returns how many.
 
-    ``ac`` N recomputes layers 0, N, 2N, ... so that every layout recomputes the same ones.
+    ``ac`` N recomputes the Nth layer, the 2Nth, ... of the whole model, so that every layout recomputes the same ones.
     """
     if ac == 0:
         return 0
     every = 1 if ac == "sel" else int(ac)
     context_fn = functools.partial(create_selective_checkpoint_contexts, _keep_expensive) if ac == "sel" else None
-    chosen = [layer for index, layer in layers if index % every == 0]
+    chosen = [layer for index, layer in layers if (index + 1) % every == 0]
     for layer in chosen:
         _wrap(layer, context_fn)
     return len(chosen)
@@ -49,10 +50,12 @@ def recompute_layers(layers: Sequence[tuple[int, nn.Module]], ac: int | str) -> 
 
 def _wrap(layer: nn.Module, context_fn: object | None) -> None:
     forward = layer.forward
-    options = {"use_reentrant": False} if context_fn is None else {"use_reentrant": False, "context_fn": context_fn}
+    options: dict[str, Any] = (
+        {"use_reentrant": False} if context_fn is None else {"use_reentrant": False, "context_fn": context_fn}
+    )
 
     @functools.wraps(forward)
-    def recomputed(*args: object, **kwargs: object) -> object:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, **options, **kwargs)

@@ -24,8 +24,8 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_5d.layout import LayoutError
 from lightning_5d.parallel import collectives
 from lightning_5d.parallel.local_shapes import use_local_head_counts
-from lightning_5d.plan import ParallelPlan
 from lightning_5d.pipeline.stage import Stage
+from lightning_5d.plan import ParallelPlan
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,10 @@ class TensorParallel:
         for part in module.modules():
             split = self._splits.get(id(part))
             for name, parameter in part._parameters.items():
-                if split is not None and parameter is not None and not split.partial.isdisjoint((name, "*")):
-                    if name not in split.placements:
-                        found[parameter] = None
+                if split is None or parameter is None or name in split.placements:
+                    continue
+                if not split.partial.isdisjoint((name, "*")):
+                    found[parameter] = None
         return list(found)
 
     # ---- which collective stands at which door
@@ -136,7 +137,7 @@ class TensorParallel:
         if "" in doors:
             if self.sequence_parallel:
                 raise LayoutError(
-                    f"sequence parallelism needs attention and MLP to be modules of their own in {type(layer).__name__}; add `nosp`"
+                    f"sequence parallelism needs attention and MLP as modules of their own in {type(layer).__name__}: add `nosp`"
                 )
             use_local_head_counts(layer, self.mesh.size())
             for name in self.plan.colwise:
@@ -148,12 +149,12 @@ class TensorParallel:
     def _install_embedding(self, embedding: nn.Module) -> None:
         if getattr(embedding, "max_norm", None) is not None:
             raise LayoutError("an embedding with max_norm cannot be split over the vocabulary by tp")
-        rows = _chunk_sizes(embedding.weight.shape[0], self.mesh.size())
+        rows = _chunk_sizes(embedding.get_parameter("weight").shape[0], self.mesh.size())
         first = sum(rows[: self.group.rank()])
         count = rows[self.group.rank()]
-        padding_idx = getattr(embedding, "padding_idx", None)
+        padding_idx: Any = getattr(embedding, "padding_idx", None)
         if padding_idx is not None:
-            embedding.padding_idx = padding_idx - first if first <= padding_idx < first + count else None
+            embedding.__dict__["padding_idx"] = padding_idx - first if first <= padding_idx < first + count else None
 
         def look_up_own_rows(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             local_ids = args[0] - first
@@ -170,7 +171,7 @@ class TensorParallel:
 
     def _install_head(self, head: nn.Module) -> None:
         enter = collectives.gather_sequence if self.sequence_parallel else collectives.copy_to_group
-        columns = _chunk_sizes(head.weight.shape[0], self.mesh.size())
+        columns = _chunk_sizes(head.get_parameter("weight").shape[0], self.mesh.size())
         head.register_forward_pre_hook(self._on_first_tensor(enter), with_kwargs=True)
         head.register_forward_hook(lambda m, args, out: collectives.gather_last(out, self.group, columns))
 

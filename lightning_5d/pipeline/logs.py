@@ -74,7 +74,9 @@ class LogRecorder:
         metric_path = None
         if isinstance(value, Metric):
             metric_path = self._path_of(value, name)
-            value = value._forward_cache if isinstance(value._forward_cache, Tensor) and value._forward_cache.numel() == 1 else None
+            value = (
+                value._forward_cache if isinstance(value._forward_cache, Tensor) and value._forward_cache.numel() == 1 else None
+            )
         item = LogItem(name, reduction, metric_path, value is not None, batch_size is not None, tuple(sorted(kwargs.items())))
         record = self.records.setdefault(name, _Record(item))
         if value is not None:
@@ -119,10 +121,21 @@ class LogExchange:
         return self._known[key]
 
     def reduce(
-        self, items: list[LogItem], records: dict[str, _Record], losses: list[Tensor], weights: Tensor | None, rows: int, stop: bool
+        self,
+        items: list[LogItem],
+        records: dict[str, _Record],
+        losses: list[Tensor],
+        weights: Tensor | None,
+        rows: int,
+        stop: bool,
     ) -> tuple[Tensor, list[Tensor], list[Tensor | None], Tensor, Tensor]:
         """``(loss, values, batch sizes, rows, stop requests)`` of the whole batch, the same on every rank."""
-        parts = [self._sum_part(losses, weights, "mean") if losses else 0.0, float(stop), 0.0, float(rows) if self.contributes else 0.0]
+        parts = [
+            self._sum_part(losses, weights, "mean") if losses else 0.0,
+            float(stop),
+            0.0,
+            float(rows) if self.contributes else 0.0,
+        ]
         parts[2] = float(_signature(items)) if self.contributes else 0.0
         extremes: list[tuple[int, float, Any]] = []
         slots: list[tuple[int, int | None]] = []
@@ -136,7 +149,9 @@ class LogExchange:
                 extremes.append((slot, sign, torch.stack(tensors).mul(sign).max() if tensors else -torch.inf))
                 parts.append(0.0)
             else:
-                parts.append(self._sum_part([v for _, v in values], weights, item.reduction, [i for i, _ in values]) if values else 0.0)
+                parts.append(
+                    self._sum_part([v for _, v in values], weights, item.reduction, [i for i, _ in values]) if values else 0.0
+                )
             if item.has_batch_size:
                 parts.append(record.batch_size if record is not None else 0.0)
             slots.append((slot, slot + 1 if item.has_batch_size else None))

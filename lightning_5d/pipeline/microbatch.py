@@ -92,6 +92,6 @@ def with_finite_loss(batch: Any, count: Tensor) -> Any:
     labels = batch["labels"].clone()
     last = labels.view(-1)[-1:]
     last.masked_fill_((count == 0) & (last == IGNORED_LABEL), 0)
-    copy = dict(batch) if type(batch) is dict else type(batch)(batch)  # type: ignore[call-arg]
+    copy: Any = dict(batch) if type(batch) is dict else type(batch)(batch)  # type: ignore[call-arg]
     copy["labels"] = labels
     return copy

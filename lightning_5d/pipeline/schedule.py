@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a step over the pipeline stages: torch's schedules forward and backward, our own loop forward only."""
+"""Runs the micro-batches of a step over the pipeline stages: torch's schedules, and our own loop forward only."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ RunMicrobatch = Callable[[int, Tensor | None], Tensor]
 
 class _Shell(nn.Module):
     """What torch's schedule calls. Not an FSDP2 module itself, so that the schedule leaves FSDP2's flags to us."""
+
+    run: RunMicrobatch
 
     def __init__(self, is_first: bool) -> None:
         super().__init__()
@@ -99,7 +101,9 @@ class Pipeline:
         return self._schedules[key]
 
     @torch.no_grad()
-    def forward_only(self, num_microbatches: int, run: RunMicrobatch, hidden_shape: torch.Size | None, dtype: torch.dtype) -> None:
+    def forward_only(
+        self, num_microbatches: int, run: RunMicrobatch, hidden_shape: torch.Size | None, dtype: torch.dtype
+    ) -> None:
         """Forward of every micro-batch, any number of them and any shape."""
         stage, group = self.stage, self.group
         sends: list[tuple[Any, Tensor]] = []

@@ -46,7 +46,9 @@ class _StandIn(nn.Module):
 
     def __init__(self, original: nn.Module, name: str) -> None:
         super().__init__()
-        plain = {k: v for k, v in original.__dict__.items() if not k.startswith("_") and k not in self.__dict__ and not callable(v)}
+        plain = {
+            k: v for k, v in original.__dict__.items() if not k.startswith("_") and k not in self.__dict__ and not callable(v)
+        }
         self.__dict__.update(plain)
         self.training = original.training
         self.__dict__["stands_for"] = f"{name} ({type(original).__name__})"
@@ -55,7 +57,8 @@ class _StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_missing", ()):
             raise AttributeError(
-                f"{self.stands_for} lives on another pipeline stage; its {name!r} is used outside of its forward. Use pp1 for this model"
+                f"{self.stands_for} lives on another pipeline stage; its {name!r} is used outside of its forward. "
+                "Use pp1 for this model"
             )
         return super().__getattr__(name)
 
@@ -104,7 +107,8 @@ class BeforeLayers(_StandIn):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.inbox.entered:
             raise ValueError(
-                f"{self.stands_for} was taken for a part before the layers, but runs behind them: name it in ParallelPlan(last_only=...)"
+                f"{self.stands_for} was taken for a part before the layers, but runs behind them: "
+                "name it in ParallelPlan(last_only=...)"
             )
         if x.is_floating_point():
             return x
@@ -118,18 +122,20 @@ class BehindLayers(_StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
-            f"{self.stands_for} was taken for a part behind the layers, but runs before them: name it in ParallelPlan(first_only=...)"
+            f"{self.stands_for} was taken for a part behind the layers, but runs before them: "
+            "name it in ParallelPlan(first_only=...)"
         )
 
 
 def split_layers(num_layers: int, num_stages: int, split: list[int] | None = None) -> list[range]:
-    """Which layers each stage holds: ``split`` as given, or evenly, with the odd ones on the first stages (the last holds the head)."""
+    """Which layers each stage holds: ``split`` as given, or evenly, with odd ones on the first stages (the last has the head)."""
     if split is None:
         base, odd = divmod(num_layers, num_stages)
         split = [base + (1 if stage < odd else 0) for stage in range(num_stages)]
     if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
         raise LayoutError(
-            f"split={split} must give each of {num_stages} pipeline stages at least one layer and add up to the model's {num_layers} layers"
+            f"split={split} must give each of {num_stages} pipeline stages at least one layer "
+            f"and add up to the model's {num_layers} layers"
         )
     starts = [sum(split[:i]) for i in range(num_stages)]
     return [range(start, start + size) for start, size in zip(starts, split, strict=True)]
@@ -140,6 +146,9 @@ class Stage(nn.Module):
 
     With one stage nothing is cut. As FSDP2's root it gathers and reduces what no layer holds.
     """
+
+    inbox: Inbox
+    local_layers: list[nn.Module]
 
     def __init__(self, module: nn.Module, plan: ParallelPlan | None, index: int, layers: range | None, num_stages: int) -> None:
         super().__init__()
@@ -189,20 +198,23 @@ class Stage(nn.Module):
             return seen.shape
         finally:
             handle.remove()
-        raise ValueError(f"the step never called its embedding {plan.embedding!r}: pipeline parallelism cannot find the tokens' shape")
+        raise ValueError(
+            f"the step never called its embedding {plan.embedding!r}: pipeline parallelism cannot find the tokens' shape"
+        )
 
 
 def _cut(module: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
     """Replaces what other stages hold, wherever it is referred to (a second attribute may name the same module)."""
-    if plan.embedding is None or plan.head is None and plan.norm is None:
+    if plan.embedding is None or (plan.head is None and plan.norm is None):
         raise LayoutError(
-            f"pipeline parallelism needs to know the embedding and the head of {type(module).__name__}: give LayoutStrategy(plan=ParallelPlan(...))"
+            f"pipeline parallelism needs to know the embedding and the head of {type(module).__name__}: "
+            "give LayoutStrategy(plan=ParallelPlan(...))"
         )
     first = [plan.embedding, *plan.first_only]
     last = [name for name in (plan.norm, plan.head, *plan.last_only) if name is not None]
     _check_all_placed(module, plan, [*first, *last])
     embedding = module.get_submodule(plan.embedding)
-    hidden_size = plan.hidden_size or embedding.weight.shape[1]
+    hidden_size = plan.hidden_size or embedding.get_parameter("weight").shape[1]
     replaced: dict[int, nn.Module] = {}
     layers = module.get_submodule(plan.layers)
     start, end = stage.layer_indices.start, stage.layer_indices.stop

@@ -91,7 +91,7 @@ class StepRunner:
         stop: bool,
         before_last_backward: Callable[[], None],
     ) -> Any:
-        """Forward and backward of ``training_step`` on a batch, leaving unreduced or reduced gradients as data parallelism decides.
+        """Forward and backward of ``training_step`` on a batch; whether gradients are reduced is data parallelism's.
 
         Returns what the user's step returned, with the loss of the whole batch over all replicas in it.
         """
@@ -201,16 +201,18 @@ class StepRunner:
     # ---- weights
 
     def _weights(self, batch: Any, count: int) -> LossWeights | None:
-        if count == 1 and self.layout.dp == 1:
+        if count == 1 and self.mesh.size("dp") == 1:
             return None
         num_targets = getattr(self.module, "num_targets", None)
         if callable(num_targets):
-            counts = torch.stack([torch.as_tensor(num_targets(b), dtype=torch.float32, device=self.device) for b in split_batch(batch, count)])
+            counts = torch.stack(
+                [torch.as_tensor(num_targets(b), dtype=torch.float32, device=self.device) for b in split_batch(batch, count)]
+            )
         else:
             if not self._checked_batch_format:
                 self._check_batch_format(batch)
             counts = count_targets(batch, count, self.plan is not None and self.plan.labels_shifted_by_model, self.device)
-        return LossWeights(counts, self.mesh.group("dp") if self.layout.dp > 1 else None, self.replica_weighting)
+        return LossWeights(counts, self.mesh.group("dp") if self.mesh.size("dp") > 1 else None, self.replica_weighting)
 
     def _check_batch_format(self, batch: Any) -> None:
         """Once: ignored targets that we would not see would make another loss of a split batch, silently."""
@@ -218,7 +220,9 @@ class StepRunner:
         if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
             return
         ignored: list[bool] = []
-        apply_to_collection(batch, Tensor, lambda t: ignored.append(bool((t == -100).any())) if not t.is_floating_point() else None)
+        apply_to_collection(
+            batch, Tensor, lambda t: ignored.append(bool((t == -100).any())) if not t.is_floating_point() else None
+        )
         if any(ignored):
             raise ValueError(
                 "the batch has ignored targets (-100) outside of a dict's 'labels'. To weight the parts of a split batch, "

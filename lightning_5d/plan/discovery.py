@@ -31,7 +31,9 @@ def discover_plan(module: nn.Module) -> ParallelPlan | None:
         return None
     layers = module.get_submodule(layers_name)
     inside = {id(m) for m in layers.modules()}
-    outside = [(n, m) for n, m in module.named_modules() if id(m) not in inside and next(m.parameters(recurse=False), None) is not None]
+    outside = [
+        (n, m) for n, m in module.named_modules() if id(m) not in inside and next(m.parameters(recurse=False), None) is not None
+    ]
     order = [id(m) for m in module.modules()]
     layers_position = order.index(id(layers))
 
@@ -41,7 +43,8 @@ def discover_plan(module: nn.Module) -> ParallelPlan | None:
     if embedding is not None:
         heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and m.out_features == embedding[1].num_embeddings]
         head = heads[-1] if heads else None
-    first, last = [], []
+    first: list[str] = []
+    last: list[str] = []
     for name, part in outside:
         if part is module or (embedding and part is embedding[1]) or (head and part is head[1]):
             continue

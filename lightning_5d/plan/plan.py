@@ -71,7 +71,9 @@ class ParallelPlan:
                 _require(module, field, name)
         layers = module.get_submodule(self.layers)
         if not isinstance(layers, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) or not len(layers):
-            raise ValueError(f"ParallelPlan(layers={self.layers!r}) must name a non-empty ModuleList, got {type(layers).__name__}")
+            raise ValueError(
+                f"ParallelPlan(layers={self.layers!r}) must name a non-empty ModuleList, got {type(layers).__name__}"
+            )
         for field in ("colwise", "rowwise", "per_head"):
             for name in getattr(self, field):
                 for index, layer in layers.named_children():

@@ -1,0 +1,3 @@
+from lightning_5d.cli import main
+
+raise SystemExit(main())

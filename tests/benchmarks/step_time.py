@@ -1,0 +1,248 @@
+"""Step time of a Trainer under a layout against a bare torch loop of the same model and parallelism.
+
+    python -m tests.benchmarks.step_time [--sizes tiny small] [--layouts zero0 dp2_zero0 ...] [--steps 60]
+
+The bare step runs inside the Trainer's data loader, so that steps of both alternate in one process and noise cancels; the figure
+is the ratio of the medians. Lightning's own strategies stand beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_5d  # noqa: F401
+import lightning_5d.strategy  # noqa: F401
+from lightning_5d.models import Llama, LlamaConfig, LlamaModule
+from lightning_5d.models.llama import rotary_tables
+from tests.ranks import run_ranks
+
+SIZES = {
+    # about 5 ms a step: what a host costs shows here
+    "tiny": dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4),
+    # about 5 million parameters, 0.5 s a step
+    "small": dict(
+        vocab_size=1024, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8
+    ),
+}
+BATCH = {"tiny": (8, 32), "small": (16, 128)}
+LAYOUTS = {"zero0": 1, "dp2_zero0": 2, "tp2": 2, "pp2_mbs2": 2, "dp2_zero3": 2}
+
+Step = Callable[[dict[str, Tensor]], None]
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(batch: dict[str, Tensor]) -> None:
+        loss = loss_of(model(batch["input_ids"]), batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def bare_tensor_parallel(model: Llama) -> nn.Module:
+    """torch's own tensor and sequence parallelism, as its tutorial writes it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for layer in model.layers:
+        plan = {
+            "input_layernorm": SequenceParallel(),
+            "self_attn": PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)),
+            "post_attention_layernorm": SequenceParallel(),
+            "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        }
+        plan |= {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"} | {f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
+        plan |= {n: RowwiseParallel(output_layouts=Shard(1)) for n in ("self_attn.o_proj", "mlp.down_proj")}
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+class HalfLlama(nn.Module):
+    """One of two pipeline stages, written by hand."""
+
+    def __init__(self, model: Llama, rank: int) -> None:
+        super().__init__()
+        self.model, self.rank = model, rank
+        layers = list(model.layers)
+        half = (len(layers) + 1) // 2
+        model.layers = nn.ModuleList(layers[:half] if rank == 0 else layers[half:])
+        if rank == 0:
+            del model.norm, model.lm_head
+        else:
+            del model.embed_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        model = self.model
+        hidden = model.embed_tokens(x) if self.rank == 0 else x
+        cos, sin = rotary_tables(model.config, torch.arange(x.shape[1]), hidden.dtype)
+        for layer in model.layers:
+            hidden = layer(hidden, cos, sin)
+        return hidden if self.rank == 0 else model.lm_head(model.norm(hidden))
+
+
+def pipeline_step(model: Llama, rank: int, size: str, microbatch_rows: int) -> Step:
+    rows, seq = BATCH[size]
+    stage_module = HalfLlama(model, rank)
+    count = rows // microbatch_rows
+    ids = torch.zeros(microbatch_rows, seq, dtype=torch.long)
+    hidden = torch.zeros(microbatch_rows, seq, SIZES[size]["hidden_size"], requires_grad=True)
+    logits = torch.zeros(microbatch_rows, seq, SIZES[size]["vocab_size"], requires_grad=True)
+    io = dict(input_args=(ids,), output_args=(hidden,)) if rank == 0 else dict(input_args=(hidden,), output_args=(logits,))
+    schedule = Schedule1F1B(PipelineStage(stage_module, rank, 2, torch.device("cpu"), **io), count, loss_fn=loss_of)
+    optimizer = optimizer_of(stage_module)
+
+    def step(batch: dict[str, Tensor]) -> None:
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(batch["input_ids"], return_outputs=False)
+        else:
+            schedule.step(target=batch["labels"], return_outputs=False)
+        optimizer.step()
+
+    return step
+
+
+def bare_step(layout: str, size: str) -> Step:
+    """The same parallelism as ``layout``, by torch alone; the process group exists."""
+    model = Llama(LlamaConfig(**SIZES[size]), seed=0)
+    if layout == "dp2_zero0":
+        model = DistributedDataParallel(model)
+    elif layout == "dp2_zero3":
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    elif layout == "tp2":
+        model = bare_tensor_parallel(model)
+    elif layout == "pp2_mbs2":
+        return pipeline_step(model, torch.distributed.get_rank(), size, 2)
+    return whole_step(model, optimizer_of(model))
+
+
+class Alternating:
+    """A loader that runs a bare step before each batch, and times both."""
+
+    def __init__(self, batch: dict[str, Tensor], steps: int) -> None:
+        self.batch, self.steps = batch, steps
+        self.bare: Step | None = None
+        self.bare_s: list[float] = []
+        self.ours_s: list[float] = []
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yielded = None
+        for _ in range(self.steps):
+            now = time.perf_counter()
+            if yielded is not None:
+                self.ours_s.append(now - yielded)
+            assert self.bare is not None
+            self.bare(self.batch)
+            yielded = time.perf_counter()
+            self.bare_s.append(yielded - now)
+            yield self.batch
+
+
+class Measured(LlamaModule):
+    """The benchmarked module: our LlamaModule with the bare loop's optimizer and no schedule."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self)
+
+
+def fit(strategy: Any, layout: str, size: str, steps: int) -> tuple[float, float]:
+    """Median seconds of a Trainer's step and of a bare step."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    rows, seq = BATCH[size]
+    world_size = LAYOUTS[layout]
+    rows = rows // 2 if layout.startswith("dp2") else rows
+    ids = torch.randint(0, SIZES[size]["vocab_size"], (rows, seq + 1))
+    loader = Alternating({"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}, steps)
+
+    class Prepare(lightning.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            loader.bare = bare_step(layout, size)
+
+    trainer = lightning.Trainer(
+        strategy=strategy() if callable(strategy) else strategy,
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Prepare()],
+    )
+    trainer.fit(Measured(LlamaConfig(**SIZES[size])), loader)
+    skip = steps // 5
+    return statistics.median(loader.ours_s[skip:]), statistics.median(loader.bare_s[skip:])
+
+
+STOCK = {"zero0": "auto", "dp2_zero0": DDPStrategy}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    table = Table("size", "layout", "bare loop, ms", "ours / bare", "Lightning's own / bare")
+    for size in args.sizes:
+        steps = args.steps if size == "tiny" else max(10, args.steps // 5)
+        for layout in args.layouts:
+            ours, bare = run_ranks(LAYOUTS[layout], fit, layout, layout, size, steps, timeout_s=1200)[0]
+            stock = "-"
+            if layout in STOCK:
+                theirs, their_bare = run_ranks(LAYOUTS[layout], fit, STOCK[layout], layout, size, steps, timeout_s=1200)[0]
+                stock = f"{theirs / their_bare:.3f}"
+            print(size, layout, f"{bare * 1e3:.2f} ms", f"{ours / bare:.3f}", stock, flush=True)
+            table.add_row(size, layout, f"{bare * 1e3:.2f}", f"{ours / bare:.3f}", stock)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
