@@ -26,7 +26,7 @@ def num_copies(tensor: Tensor, mesh: Mesh) -> int:
         for axis, placement in enumerate(tensor.placements):
             if placement.is_partial():
                 raise AssertionError("a partial gradient must be summed before it is measured")
-            if placement.is_shard():
+            if not placement.is_replicate():  # also FSDP2's strided shard over tp, of which is_shard() is false
                 copies //= tensor.device_mesh.size(axis)
     return copies
 
