@@ -37,7 +37,7 @@ def selective_activation_bytes(c: Cases, q: Framework) -> Array:
     h, t = c.h, c.tp
     used = np.maximum(c.experts_per_token, 1.0)
     width = (1 - c.moe_share) * c.ffn + c.moe_share * (c.shared_ffn + used * c.expert_ffn)
-    return c.tokens * (4 * h / c.sp_tp + (4 * c.attention_width + 4 * c.kv_width + 4 * width) / t)
+    return c.tokens * (6 * h / c.sp_tp + (4 * c.attention_width + 4 * c.kv_width + 4 * width) / t)
 
 
 def memory_parts(c: Cases, q: Framework) -> dict[str, dict[str, Array]]:

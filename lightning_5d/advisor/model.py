@@ -231,14 +231,15 @@ def _config_of_recipe(loaded: Mapping[str, Any]) -> Mapping[str, Any]:
     args = model.get("init_args", model)
     config = args.get("config", args) if isinstance(args, Mapping) else args
     if isinstance(config, str):
-        return dict(_as_mapping(_from_name_or_path(config)))
+        return model_config(_from_name_or_path(config))
     if isinstance(config, Mapping):
         return config.get("init_args", config)
     return loaded
 
 
-def _as_mapping(spec: ModelSpec) -> dict[str, Any]:
-    return {
+def model_config(spec: ModelSpec) -> dict[str, Any]:
+    """A description under Hugging Face's names, as `describe_model` reads it."""
+    config: dict[str, Any] = {
         "num_hidden_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_heads,
@@ -246,11 +247,20 @@ def _as_mapping(spec: ModelSpec) -> dict[str, Any]:
         "intermediate_size": spec.intermediate_size,
         "vocab_size": spec.vocab_size,
         "tie_word_embeddings": spec.tied,
-        "head_dim": spec.head_dim,
-        "num_experts": spec.num_experts,
-        "num_experts_per_tok": spec.experts_per_token,
-        "moe_intermediate_size": spec.expert_intermediate_size,
     }
+    if spec.head_dim != spec.hidden_size // spec.num_heads:
+        config["head_dim"] = spec.head_dim
+    if not spec.gated_mlp:
+        config["gated_mlp"] = False
+    if spec.num_experts:
+        config |= {
+            "num_experts": spec.num_experts,
+            "num_experts_per_tok": spec.experts_per_token,
+            "moe_intermediate_size": spec.expert_intermediate_size,
+            "shared_expert_intermediate_size": spec.shared_intermediate_size,
+            "first_k_dense_replace": spec.num_dense_layers,
+        }
+    return config
 
 
 _OPTIONAL = (

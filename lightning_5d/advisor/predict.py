@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from lightning_5d.advisor.cases import ATTENTION_KERNELS, Case, Cases, collect
-from lightning_5d.advisor.hardware import Gpu, find_gpu, load_gpus
+from lightning_5d.advisor.hardware import Gpu
 from lightning_5d.advisor.memory import GIB, RANKS, limit_gib, memory_parts
 from lightning_5d.advisor.model import ModelSpec, describe_model
+from lightning_5d.advisor.own_gpu import require_gpu
 from lightning_5d.advisor.parameters import Framework, find_framework
 from lightning_5d.advisor.schedules import stages_of_rank
 from lightning_5d.advisor.simulate import Timeline, in_flight, simulate
@@ -118,9 +118,7 @@ def make_case(
     """The checked, resolved case of an `estimate`."""
     spec = describe_model(model)
     device = gpu if isinstance(gpu, Gpu) else require_gpu(gpu)
-    for name, value in (("num_gpus", num_gpus), ("seq_len", seq_len), ("global_batch", global_batch)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    check_sizes(num_gpus=num_gpus, seq_len=seq_len, global_batch=global_batch)
     kernel = attention or framework.attention
     if kernel == "megatron":
         kernel = "fused"  # the paper's name for it
@@ -141,21 +139,11 @@ def make_case(
     return case
 
 
-def require_gpu(name: str) -> Gpu:
-    """The GPU of that name.
-
-    Raises:
-        ValueError: unknown name; the message lists the nearest and all short names.
-    """
-    found = find_gpu(name)
-    if found is None:
-        known = [gpu.short_names[0] for gpu in load_gpus() if gpu.short_names]
-        near = difflib.get_close_matches(name.lower(), known, n=3)
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ValueError(f"unknown GPU {name!r}{hint}; known: {', '.join(known)}; your own: the path of a YAML file")
-    if found.peak("bf16") is None:
-        raise ValueError(f"{found.name}: no dense bf16 peak is known, so no time can be predicted")
-    return found
+def check_sizes(**sizes: Any) -> None:
+    """Raises a ValueError for a size that is no whole number of at least 1."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def check_case(case: Case, framework: Framework) -> None:

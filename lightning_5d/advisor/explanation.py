@@ -1,0 +1,126 @@
+"""One layout in full: memory of each pipeline rank, time, collectives, the pipeline's picture, what keeps it from fitting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_5d.advisor.cases import Case, collect
+from lightning_5d.advisor.collectives import Collective, list_collectives
+from lightning_5d.advisor.hardware import Gpu
+from lightning_5d.advisor.memory import GIB, memory_parts
+from lightning_5d.advisor.parameters import Framework, find_framework
+from lightning_5d.advisor.predict import Estimate, estimate_cases, layers_by_rank, live_by_rank, make_case, pipeline_timeline
+from lightning_5d.advisor.simulate import Timeline
+from lightning_5d.advisor.step import step_time
+from lightning_5d.layout import Layout, suggest
+
+PICTURED = 16
+"""Most micro-batches a pipeline's picture shows."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything known of one layout before it runs."""
+
+    case: Case
+    estimate: Estimate
+    framework: Framework
+    memory_by_rank: dict[str, dict[str, float]]
+    """GiB by part of the first, the second and the last pipeline rank."""
+    layers: list[int]
+    """Of each pipeline rank."""
+    live: tuple[float, ...]
+    """Micro-batches alive at once on each pipeline rank."""
+    collectives: list[Collective]
+    timeline: Timeline | None
+    """A step of few micro-batches; None without a pipeline."""
+    pictured: int
+    """Micro-batches of the timeline."""
+    why_not: str
+    """Empty when it fits."""
+    nearest: list[Estimate]
+    """When it does not fit: the nearest layouts that do."""
+
+
+def explain(
+    model: Any,
+    layout: str | Layout,
+    *,
+    gpu: str | Gpu,
+    num_gpus: int,
+    seq_len: int,
+    global_batch: int,
+    framework: str | Framework = "lightning_5d",
+    **options: Any,
+) -> Explanation:
+    """One layout in full; arguments and errors are those of :func:`lightning_5d.advisor.estimate`."""
+    rules = framework if isinstance(framework, Framework) else find_framework(framework)
+    case = make_case(model, layout, gpu, num_gpus, seq_len, global_batch, rules, **options)
+    columns = collect([case], rules)
+    found = estimate_cases([case], rules, columns)[0]
+    parts = memory_parts(columns, rules)
+    ranks = {1: ("first",), 2: ("first", "last")}.get(case.layout.pp, ("first", "middle", "last"))
+    memory = {rank: {k: float(v[0]) / GIB for k, v in parts[rank].items()} for rank in ranks}
+    timeline, pictured = None, 0
+    if case.layout.pp > 1:
+        pictured = _pictured(case)
+        timeline = pipeline_timeline(case, rules, step_time(columns, rules), 0, pictured, keep_events=True)
+    why_not, nearest = ("", []) if found.fits else (_why_not(case, found), _nearest(case, rules))
+    return Explanation(
+        case, found, rules, memory, layers_by_rank(case.model, case.layout, rules), live_by_rank(case),
+        list_collectives(case, rules), timeline, pictured, why_not, nearest,
+    )  # fmt: skip
+
+
+def _pictured(case: Case) -> int:
+    """As many micro-batches as run, or the most that a picture shows and the schedule takes."""
+    m, pp = case.num_microbatches, case.layout.pp
+    if m <= PICTURED:
+        return m
+    return max(2 * pp, PICTURED // pp * pp)
+
+
+def _why_not(case: Case, e: Estimate) -> str:
+    parts = sorted(e.memory_parts_gib, key=lambda k: -e.memory_parts_gib[k])[:2]
+    told = " and ".join(f"{k} ({e.memory_parts_gib[k]:.1f} GiB)" for k in parts)
+    advice = {
+        "optimizer": "a higher ZeRO stage or a larger dp shards it",
+        "gradients": "zero2 or zero3 shards them, tp and pp divide them",
+        "parameters": "zero3 shards them, tp and pp divide them",
+        "activations": "a smaller micro-batch, ac, tp or cp makes them smaller",
+        "logits": "a smaller micro-batch or cp makes them smaller",
+        "buffers": "a smaller micro-batch or tp makes them smaller",
+    }[parts[0]]
+    stage = f" on pipeline rank {e.worst_stage}" if case.layout.pp > 1 else ""
+    return f"{-e.margin_gib:.1f} GiB too much{stage}: mostly {told}; {advice}."
+
+
+def _nearest(case: Case, framework: Framework) -> list[Estimate]:
+    """The nearest layouts, by changes to the string, that fit."""
+    found: dict[str, Estimate] = {}
+
+    def fits(other: Layout) -> bool:
+        try:
+            alternative = make_case(
+                case.model,
+                other,
+                case.gpu,
+                case.layout.world_size,
+                case.seq_len,
+                case.global_batch,
+                framework,
+                case.attention,
+                case.fused_norm,
+            )
+        except ValueError:
+            return False
+        e = estimate_cases([alternative], framework)[0]
+        if e.fits:
+            found[e.layout] = e
+        return e.fits
+
+    # Without dp the nearest may use another number of model-parallel ranks.
+    names = suggest(replace(case.layout, dp=None), fits, limit=3, world_size=case.layout.world_size)
+    resolved = [str(Layout.parse(name).resolve(case.layout.world_size)) for name in names]
+    return [found[name] for name in resolved if name in found]

@@ -1,0 +1,134 @@
+"""What the layouts paper's runs show, measured and predicted: pairs of runs that differ in one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_5d.advisor.cases import collect
+from lightning_5d.advisor.parameters import Framework
+from lightning_5d.advisor.step import mfu, step_time
+from tests.benchmarks.advisor_rows import Row
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An effect over pairs of runs: its median as measured and as predicted."""
+
+    name: str
+    unit: str
+    pairs: int
+    measured: float
+    predicted: float
+    none: float = 0.0
+    """Value of no effect: 0 for differences, 1 for ratios."""
+
+    @property
+    def same_sign(self) -> bool:
+        return (self.measured - self.none) * (self.predicted - self.none) > 0
+
+    @property
+    def share(self) -> float:
+        """Predicted effect as a share of the measured one."""
+        return (self.predicted - self.none) / (self.measured - self.none)
+
+
+def _pairs(rows: Sequence[Row], change: Callable[[Row], Any], same: Callable[[Row], Any]) -> Iterator[tuple[Row, Row]]:
+    """Pairs with equal `same` whose `change` differs, ordered by it."""
+    by_key: dict[Any, list[Row]] = {}
+    for r in rows:
+        by_key.setdefault(same(r), []).append(r)
+    for some in by_key.values():
+        for a in some:
+            for b in some:
+                if change(a) < change(b):
+                    yield a, b
+
+
+def _identity(r: Row) -> dict[str, Any]:
+    """What a run is, by name; a pair leaves one out. dp follows from the rest."""
+    x = r.case.layout
+    return {
+        "group": r.group, "tp": x.tp, "sp": x.sp and x.tp > 1, "pp": x.pp, "mbs": x.mbs, "ac": x.ac,
+        "attention": r.case.attention, "norm": r.case.fused_norm,
+    }  # fmt: skip
+
+
+def _without(*names: str) -> Callable[[Row], Any]:
+    return lambda r: tuple(v for k, v in _identity(r).items() if k not in names)
+
+
+def findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
+    """Every finding, over runs that ran. `rows` should leave the data's anomaly out."""
+    ran = [r for r in rows if r.status == "ok"]
+    cases = collect([r.case for r in ran], framework)
+    seconds = step_time(cases, framework).total_s
+    points = 100 * mfu(cases, seconds)
+    predicted = {
+        id(r): replace(r, step_time_s=float(s), mfu_points=float(p)) for r, s, p in zip(ran, seconds, points, strict=True)
+    }
+
+    def difference(name: str, pairs: Sequence[tuple[Row, Row]]) -> Finding:
+        def middle(of: Callable[[Row], Row]) -> float:
+            return float(np.median([_points(of(b)) - _points(of(a)) for a, b in pairs]))
+
+        return Finding(name, "points of MFU", len(pairs), middle(lambda r: r), middle(lambda r: predicted[id(r)]))
+
+    def ratio(name: str, pairs: Sequence[tuple[Row, Row]]) -> Finding:
+        def median(of: Callable[[Row], Row]) -> float:
+            return float(np.median([of(b).measured_step_s / of(a).measured_step_s for a, b in pairs]))
+
+        return Finding(name, "× step time", len(pairs), median(lambda r: r), median(lambda r: predicted[id(r)]), none=1.0)
+
+    found: list[Finding] = []
+    swapped = [
+        (a, b)
+        for a, b in _pairs(ran, lambda r: r.case.layout.pp, _without("tp", "pp", "sp"))
+        if a.case.layout.tp == b.case.layout.pp
+        and a.case.layout.pp == b.case.layout.tp
+        and not a.case.layout.sp
+        and not b.case.layout.sp
+    ]
+    found.append(difference("tp and pp swapped, more pp", swapped))
+    batches = list(_pairs([r for r in ran if not r.case.layout.ac], lambda r: r.case.layout.mbs, _without("mbs")))
+    found.append(
+        difference(
+            "micro-batch 1 to 2, same layout", [p for p in batches if (p[0].case.layout.mbs, p[1].case.layout.mbs) == (1, 2)]
+        )
+    )
+    found.append(ratio("every layer recomputed", list(_pairs(ran, lambda r: bool(r.case.layout.ac), _without("ac")))))
+    norms = list(_pairs(ran, lambda r: not r.case.fused_norm, _without("norm")))
+    found.append(ratio("norm not fused", norms))
+    for tp in (1, 2, 4, 8):
+        some = [p for p in norms if p[0].case.layout.tp == tp]
+        if some:
+            found.append(ratio(f"norm not fused, tp {tp}", some))
+    parallel = list(_pairs(ran, lambda r: bool(r.case.layout.sp), _without("sp")))
+    for tp in (2, 4):
+        some = [p for p in parallel if p[0].case.layout.tp == tp]
+        if some:
+            found.append(difference(f"sequence parallel, tp {tp}", some))
+    for axis in ("tp", "pp"):
+        pairs = list(
+            _pairs([r for r in ran if not r.case.layout.sp], lambda r, axis=axis: getattr(r.case.layout, axis), _without(axis))
+        )
+        for size in (1, 2, 4):
+            some = [p for p in pairs if (getattr(p[0].case.layout, axis), getattr(p[1].case.layout, axis)) == (size, 2 * size)]
+            if some:
+                found.append(difference(f"{axis} {size} to {2 * size}", some))
+    more = [
+        (a, b)
+        for a, b in _pairs([r for r in ran if r.model == "30B"], lambda r: r.case.layout.world_size, _without("group"))
+        if (a.case.layout.world_size, b.case.layout.world_size) == (64, 256)
+    ]
+    if more:
+        found.append(difference("30B, 64 to 256 GPUs", more))
+    return found
+
+
+def _points(r: Row) -> float:
+    assert r.mfu_points is not None
+    return r.mfu_points
