@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_5d.layout import LayoutError
 from lightning_5d.parallel import collectives
 from lightning_5d.parallel.local_shapes import use_local_head_counts
+from lightning_5d.parallel.verify import meta_copy, verify_first_call
 from lightning_5d.pipeline.stage import Stage
 from lightning_5d.plan import ParallelPlan
 
@@ -109,6 +110,7 @@ class TensorParallel:
     def install(self, stage: Stage) -> None:
         """Hooks the modules of this stage; before their weights are sharded or filled."""
         module, local_layers, is_first, is_last = stage, stage.local_layers, stage.is_first, stage.is_last
+        whole = meta_copy(local_layers[0]) if self.plan.is_guess else None
         for part in module.modules():
             if part._parameters and any(p is not None for p in part._parameters.values()):
                 _shadow_by_local(part)
@@ -124,6 +126,8 @@ class TensorParallel:
             self._install_embedding(module.get_submodule(self.plan.embedding))
         if is_last and self.plan.head is not None:
             self._install_head(module.get_submodule(self.plan.head))
+        if whole is not None:
+            verify_first_call(local_layers[0], whole, self.group, self.sequence_parallel)
 
     def _install_layer(self, layer: nn.Module) -> None:
         enter = collectives.gather_sequence if self.sequence_parallel else collectives.copy_to_group
@@ -133,7 +137,8 @@ class TensorParallel:
             if door:
                 part = layer.get_submodule(door)
                 part.register_forward_pre_hook(self._on_first_tensor(enter), with_kwargs=True)
-                use_local_head_counts(part, self.mesh.size())
+                if self.plan.is_guess:
+                    use_local_head_counts(part, self.mesh.size())
         if "" in doors:
             if self.sequence_parallel:
                 raise LayoutError(

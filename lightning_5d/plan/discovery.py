@@ -67,6 +67,7 @@ def discover_plan(module: nn.Module) -> ParallelPlan | None:
         rowwise=tuple(rowwise),
         per_head=tuple(per_head),
         no_tensor_parallel=refusal,
+        is_guess=True,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
     )
