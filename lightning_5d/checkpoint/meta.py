@@ -65,8 +65,8 @@ def to_bytes(meta: Mapping[str, Any]) -> dict[str, bytes]:
     return files
 
 
-def from_bytes(meta: bytes, extra: bytes | None, weights_only: bool | None, path: str) -> dict[str, Any]:
-    """The entries again, those of ``extra.pt`` only with ``weights_only=False``.
+def from_bytes(meta: bytes, extra: bytes | None, weights_only: bool | None, path: str, needed: bool = True) -> dict[str, Any]:
+    """The entries again, those of ``extra.pt`` only with ``weights_only=False``; not ``needed``: nobody will train with them.
 
     Raises:
         ValueError: Without ``weights_only=False``, when an entry without which training cannot go on is not plain.
@@ -78,9 +78,11 @@ def from_bytes(meta: bytes, extra: bytes | None, weights_only: bool | None, path
     if weights_only is False:
         assert extra is not None, "meta.pt names entries of extra.pt, and completeness was checked"
         return {**entries, **torch.load(io.BytesIO(extra), map_location="cpu", weights_only=False)}
-    needed = [key for key in left_out if key in _NEEDED]
-    if needed:
-        what = "; ".join(f"{key!r} ({_NEEDED[key]})" for key in needed)
+    if not needed:
+        return entries
+    lost = [key for key in left_out if key in _NEEDED]
+    if lost:
+        what = "; ".join(f"{key!r} ({_NEEDED[key]})" for key in lost)
         raise ValueError(
             f"{path}: {what} cannot be read with weights_only=True, because something in it is not a plain type. "
             "If you trust this checkpoint, pass weights_only=False: trainer.fit(..., ckpt_path=..., weights_only=False)."

@@ -155,6 +155,7 @@ def merge_groups(parts: Sequence[Sequence[dict[str, Any]]], names: Names) -> lis
     parts of several stages cannot be put in order, ``ordered`` is false.
     """
     place = {name: i for i, name in enumerate(names.specs)}
+    tied = {shared[0] for shared in names.tied}  # its copy on the last stage stands elsewhere, and shows nothing
     merged = []
     for of_one_optimizer in zip(*parts, strict=True):
         groups = []
@@ -163,7 +164,8 @@ def merge_groups(parts: Sequence[Sequence[dict[str, Any]]], names: Names) -> lis
             params = list(dict.fromkeys(name for part in lists for name in part))
             whole = next((part for part in lists if len(part) == len(params)), None)
             by_place = sorted(params, key=place.__getitem__)
-            in_place = all(part == sorted(part, key=place.__getitem__) for part in lists)
+            shown = [[name for name in part if name not in tied] for part in lists]
+            in_place = all(part == sorted(part, key=place.__getitem__) for part in shown)
             ordered = whole or (by_place if in_place else None)
             groups.append({**of_one_group[0], "params": ordered or params, "ordered": ordered is not None})
         scalars = {name: slots for part in of_one_optimizer for name, slots in part["scalars"].items()}

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_5d.checkpoint import commit, meta
 from lightning_5d.checkpoint.agree import is_distributed, on_every_rank, on_first_rank, rank_of
-from lightning_5d.checkpoint.torch_metadata import Reader, read_metadata
+from lightning_5d.checkpoint.torch_metadata import Reader, read_metadata, tensors_of
 
 
 class _CommitWriter(FileSystemWriter):
@@ -114,7 +114,7 @@ class CheckpointStore:
 
     def read_metadata(self, path: str | Path) -> dict[str, TensorStorageMetadata]:
         """The global size and dtype of every tensor of a checkpoint, by key."""
-        return on_every_rank(lambda: _tensors_of(read_metadata(Path(path))), self.group)
+        return on_every_rank(lambda: tensors_of(read_metadata(Path(path))), self.group)
 
     def load(
         self,
@@ -142,7 +142,7 @@ class CheckpointStore:
 
         def check() -> tuple[Metadata, list[str]]:
             metadata = read_metadata(path)
-            saved = _tensors_of(metadata)
+            saved = tensors_of(metadata)
             missing = sorted({key for key, _ in wanted if key not in saved})
             problems = [f"{key} is missing" for key in missing] if strict else []
             problems += [text for key, tensor in wanted if key in saved for text in difference(key, saved[key], tensor, convert)]
@@ -219,10 +219,6 @@ def _read(path: Path, metadata: Metadata, wanted: list[tuple[str, torch.Tensor]]
             cause, _ = next(iter(exception.failures.values()))
             raise ValueError(f"{path} cannot be read: {type(cause).__name__}: {cause}") from exception
         wanted = again
-
-
-def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    return {key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
 
 
 def _planner() -> DefaultSavePlanner:

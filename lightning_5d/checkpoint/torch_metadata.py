@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 _ALLOWED = {
     "torch": {"Size"},  # and dtypes, below
@@ -64,3 +64,8 @@ def read_metadata(path: Path) -> Metadata:
             return _Unpickler(file).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / '.metadata'} cannot be read: {error}") from None
+
+
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The global size, dtype and pieces of every tensor, by key; this format holds nothing but tensors."""
+    return {key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
