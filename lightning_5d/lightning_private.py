@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class _AgreedSigterm:
     """Lightning's signal connector, with a flag that all ranks raise together: one that stops alone leaves the others hanging."""
@@ -54,6 +56,36 @@ class SigtermAgreement:
         """Gives Lightning its own back."""
         self._loop.__dict__.pop("_broadcast_sigterm_tensor", None)
         self._connector.__class__ = self._class
+
+
+class _SettledResults:
+    """Lightning's collection of logged values, without moving each value's whole state to its device at every ``self.log``.
+
+    That move walks all attributes recursively and costs more than a small layer's forward; it matters only when the device
+    has changed.
+    """
+
+    def __setitem__(self, key: str, metric: Any) -> None:
+        move = metric.to
+
+        def move_if_elsewhere(device: Any) -> Any:
+            value = metric.value if metric.is_tensor else None
+            if not isinstance(value, torch.Tensor) or value.device != device:
+                return move(device)
+            return metric
+
+        if metric.is_tensor:
+            metric.to = move_if_elsewhere
+        super().__setitem__(key, metric)  # type: ignore[misc]
+
+
+def settle_results(trainer: Any) -> None:
+    """Makes ``self.log`` cheap in every loop of ``trainer``. Idempotent."""
+    fit = trainer.fit_loop.epoch_loop
+    for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
+        results = loop._results
+        if not isinstance(results, _SettledResults):
+            results.__class__ = type(type(results).__name__, (_SettledResults, type(results)), {})
 
 
 def silence_sync_dist_hint() -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_5d.checkpoint import CheckpointSession
 from lightning_5d.gradients import Gradients, check_tied_groups, find_tied, tied_across_stages
 from lightning_5d.layout import Layout, check_model
-from lightning_5d.lightning_private import SigtermAgreement, silence_sync_dist_hint
+from lightning_5d.lightning_private import SigtermAgreement, settle_results, silence_sync_dist_hint
 from lightning_5d.mesh import Mesh, build_mesh, host_group_along_pp
 from lightning_5d.parallel.materialize import Materializer, broadcast_from_rank_zero
 from lightning_5d.parallel.parallelize import Parallelized, parallelize
@@ -184,6 +184,7 @@ class LayoutStrategy(ParallelStrategy):
             self._checkpoints.check_optimizers(module, self.optimizers)
             self._sigterm = SigtermAgreement(trainer, self._stop_if_asked) if self.world_size > 1 else None
         silence_sync_dist_hint()
+        settle_results(trainer)
         self.setup_precision_plugin()
         self.barrier()
 
@@ -249,6 +250,11 @@ class LayoutStrategy(ParallelStrategy):
         self.grad_norm = norm
 
     # ---- a step
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._runner is not None:
+            self._runner.look_on_host(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of a batch. The gradients are set aside until :meth:`backward`, behind Lightning's zero_grad."""
