@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +49,15 @@ class Gradients:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], mesh: Mesh, partial: Sequence[nn.Parameter], tied: Sequence[TiedCopy]
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: Mesh,
+        partial: Callable[[], list[nn.Parameter]] | None,
+        tied: Sequence[TiedCopy],
     ) -> None:
         self.parameters = list(dict.fromkeys(parameters))
-        self.mesh, self.partial, self.tied = mesh, list(partial), list(tied)
+        self.mesh, self.tied = mesh, list(tied)
+        self._find_partial, self._partial = partial, None if partial is not None else []
         self._aside: list[Tensor | None] | None = None
         self._second_copies = {id(t.parameter) for t in self.tied if t.is_second}
 
@@ -63,8 +68,10 @@ class Gradients:
 
     def make_whole(self) -> None:
         """Sums what no data-parallel reduction sums: parts that tensor-parallel ranks saw, and tied copies on two stages."""
-        if self.partial:
-            sum_partial_gradients(self.partial, self.mesh.group("tp"))
+        if self._partial is None and self._find_partial is not None:
+            self._partial = self._find_partial()
+        if self._partial:
+            sum_partial_gradients(self._partial, self.mesh.group("tp"))
         for copy in self.tied:
             if copy.parameter.grad is None:
                 continue

@@ -5,6 +5,8 @@ cut -> (per leaf) give weights, split over tp -> recompute -> (per layer, then t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,7 @@ from lightning_5d.mesh import Mesh
 from lightning_5d.parallel.data import DataParallel
 from lightning_5d.parallel.materialize import Materializer
 from lightning_5d.parallel.recompute import recompute_layers
+from lightning_5d.parallel.replicas import Replicas
 from lightning_5d.parallel.tensor import TensorParallel
 from lightning_5d.pipeline.stage import Stage, split_layers
 from lightning_5d.plan import ParallelPlan
@@ -25,9 +28,9 @@ class Parallelized:
     """One rank's part of a module."""
 
     stage: Stage
-    data_parallel: DataParallel | None
-    partial_parameters: list[nn.Parameter]
-    """Parameters whose gradient must be summed over tp."""
+    data_parallel: DataParallel | Replicas | None
+    partial_parameters: Callable[[], list[nn.Parameter]] | None
+    """Parameters whose gradient must be summed over tp, once a forward pass has run."""
 
 
 def parallelize(
@@ -59,8 +62,11 @@ def parallelize(
         tensor_parallel.install(stage)
     recompute_layers(list(zip(stage.layer_indices, stage.local_layers, strict=True)), layout.ac)
 
-    uses_fsdp = layout.dp != 1 or compute_dtype is not None
-    data_parallel = DataParallel(mesh["dp"], layout.zero, compute_dtype) if uses_fsdp else None
+    data_parallel: DataParallel | Replicas | None = None
+    if compute_dtype is not None or (layout.dp != 1 and layout.zero > 0):
+        data_parallel = DataParallel(mesh["dp"], layout.zero, compute_dtype)
+    elif layout.dp != 1:
+        data_parallel = Replicas(mesh.group("dp"))
     shard = tensor_parallel.shard if tensor_parallel is not None else None
     in_layers: set[int] = set()
     # Layer by layer: with ZeRO a layer's whole weights are freed before the next layer's are drawn.
@@ -75,5 +81,5 @@ def parallelize(
             materializer.fill(leaf, shard)
     if data_parallel is not None:
         data_parallel.wrap_root(stage)
-    partial = [] if tensor_parallel is None else tensor_parallel.partial_parameters(stage)
+    partial = None if tensor_parallel is None else functools.partial(tensor_parallel.partial_parameters, stage)
     return Parallelized(stage, data_parallel, partial)

@@ -51,6 +51,8 @@ class TensorParallel:
         self.mesh, self.plan, self.sequence_parallel = mesh, plan, sequence_parallel
         self.group: dist.ProcessGroup = mesh.get_group()
         self._splits: dict[int, Split] = {}
+        self._sequence_is_split = False
+        """While a step runs: between the first layer's door and the head's."""
 
     # ---- where each weight goes
 
@@ -72,9 +74,12 @@ class TensorParallel:
                 self._splits[id(named[name])] = Split({}, frozenset({"*"}))
         for name in filter(None, (self.plan.embedding, self.plan.head)):
             self._splits[id(stage.get_submodule(name))] = Split({"weight": Shard(0), "bias": Shard(0)})
-        for name in filter(None, (self.plan.norm, *self.plan.last_only)):
-            for part in stage.get_submodule(name).modules():
-                self._splits[id(part)] = Split({}, residual)
+        for part in self._behind_layers(stage):
+            self._splits[id(part)] = Split({}, residual)
+
+    def _behind_layers(self, stage: Stage) -> list[nn.Module]:
+        names = filter(None, (self.plan.norm, *self.plan.last_only))
+        return [part for name in names for part in stage.get_submodule(name).modules()]
 
     def _check_divides(self, part: nn.Module, name: str, attribute: str) -> None:
         features, tp = getattr(part, attribute), self.mesh.size()
@@ -94,7 +99,7 @@ class TensorParallel:
         return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """The whole parameters of which each rank sees part of the gradient, as they are now."""
+        """The whole parameters of which each rank sees part of the gradient, as they are now: after a first forward pass."""
         found: dict[nn.Parameter, None] = {}
         for part in module.modules():
             split = self._splits.get(id(part))
@@ -119,6 +124,7 @@ class TensorParallel:
         if self.sequence_parallel:
             if is_first:
                 local_layers[0].register_forward_pre_hook(self._on_first_tensor(collectives.split_sequence), with_kwargs=True)
+            self._watch_sequence(stage)
             if is_last and self.plan.head is None:
                 exit_module = module.get_submodule(self.plan.norm) if self.plan.norm else local_layers[-1]
                 exit_module.register_forward_hook(lambda m, args, out: _map_first(out, collectives.merge_sequence, self.group))
@@ -128,6 +134,24 @@ class TensorParallel:
             self._install_head(module.get_submodule(self.plan.head))
         if whole is not None:
             verify_first_call(local_layers[0], whole, self.group, self.sequence_parallel)
+
+    def _watch_sequence(self, stage: Stage) -> None:
+        """What runs behind the head sees the whole sequence and its whole gradient; a plan does not tell where a part runs."""
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._sequence_is_split = True
+
+        def leave(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            self._sequence_is_split = False
+
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._splits[id(module)] = Split({}, frozenset({"*"}) if self._sequence_is_split else frozenset())
+
+        stage.local_layers[0].register_forward_pre_hook(enter)
+        if stage.is_last:
+            stage.get_submodule(self.plan.head or self.plan.norm or self.plan.layers).register_forward_hook(leave)
+            for part in self._behind_layers(stage):
+                part.register_forward_pre_hook(note)
 
     def _install_layer(self, layer: nn.Module) -> None:
         enter = collectives.gather_sequence if self.sequence_parallel else collectives.copy_to_group

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_5d.pipeline.delayed import DelayedFlag
+from lightning_5d.pipeline.microbatch import LossWeights
+
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min", "amax": "max", "amin": "min"}
 
 
@@ -41,7 +44,8 @@ class LogItem:
 @dataclass
 class _Record:
     item: LogItem
-    values: list[tuple[int, Any]] = field(default_factory=list)
+    values: dict[int, Any] = field(default_factory=dict)
+    """By micro-batch; the last, when one logs a name twice."""
     batch_size: float = 0.0
 
 
@@ -80,7 +84,7 @@ class LogRecorder:
         item = LogItem(name, reduction, metric_path, value is not None, batch_size is not None, tuple(sorted(kwargs.items())))
         record = self.records.setdefault(name, _Record(item))
         if value is not None:
-            record.values.append((self.microbatch, value.detach().reshape(()) if isinstance(value, Tensor) else float(value)))
+            record.values[self.microbatch] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         if batch_size is not None:
             record.batch_size += float(batch_size)
 
@@ -95,7 +99,7 @@ class LogRecorder:
 class LogExchange:
     """Makes loss and log records of the whole batch out of each rank's, and logs them."""
 
-    HEADER = 4  # loss, stop requests, signature, rows
+    PADDED_TO = 32
 
     def __init__(self, module: Any, device: torch.device, contributes: bool, num_replicas: int) -> None:
         self.module, self.device = module, device
@@ -105,6 +109,7 @@ class LogExchange:
         self.host_pp_group: dist.ProcessGroup | None = None
         self.last_stage_rank = 0
         self._known: dict[int, list[LogItem]] = {}
+        self._names_differ = DelayedFlag(device)
 
     def share_signature(self, items: list[LogItem], is_last_stage: bool) -> list[LogItem]:
         """The last stage's log items, on every stage. Names travel only when they are new; after that, eight bytes."""
@@ -125,63 +130,70 @@ class LogExchange:
         items: list[LogItem],
         records: dict[str, _Record],
         losses: list[Tensor],
-        weights: Tensor | None,
+        weights: LossWeights | None,
         rows: int,
         stop: bool,
     ) -> tuple[Tensor, list[Tensor], list[Tensor | None], Tensor, Tensor]:
         """``(loss, values, batch sizes, rows, stop requests)`` of the whole batch, the same on every rank."""
-        parts = [
-            self._sum_part(losses, weights, "mean") if losses else 0.0,
-            float(stop),
-            0.0,
-            float(rows) if self.contributes else 0.0,
-        ]
-        parts[2] = float(_signature(items)) if self.contributes else 0.0
+        loss: Any = 0.0
+        if self.contributes and losses:
+            loss = self._part("the loss", "mean", dict(enumerate(losses)), weights)
+        signature = float(_signature(items))
+        parts = [loss, float(stop)] + ([signature, float(rows)] if self.contributes else [0.0, 0.0])
         extremes: list[tuple[int, float, Any]] = []
         slots: list[tuple[int, int | None]] = []
         for item in items:
             record = records.get(item.name) if self.contributes else None
             slot = len(parts)
-            values = record.values if record is not None else []
+            values = record.values if record is not None else {}
             if item.reduction in ("max", "min") and item.has_value:
                 sign = 1.0 if item.reduction == "max" else -1.0
-                tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for _, v in values]
-                extremes.append((slot, sign, torch.stack(tensors).mul(sign).max() if tensors else -torch.inf))
+                extremes.append(
+                    (slot, sign, self._part(item.name, item.reduction, values, weights) * sign if values else -torch.inf)
+                )
                 parts.append(0.0)
             else:
-                parts.append(
-                    self._sum_part([v for _, v in values], weights, item.reduction, [i for i, _ in values]) if values else 0.0
-                )
+                parts.append(self._part(item.name, item.reduction, values, weights) if values else 0.0)
             if item.has_batch_size:
                 parts.append(record.batch_size if record is not None else 0.0)
             slots.append((slot, slot + 1 if item.has_batch_size else None))
-        if not self.contributes:
-            parts[0] = 0.0
-        vector = self._vector(parts)
+        # Padded, so that ranks that logged different names still meet in one message, and learn of it.
+        vector = self._vector([*parts, *[0.0] * (-len(parts) % self.PADDED_TO)])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(vector)
+            self._check_alike(vector[2] - signature * self.num_replicas, items)
             if extremes:
                 peaks = self._vector([value for _, _, value in extremes])
                 dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-                for index, (slot, sign, _) in enumerate(extremes):
-                    vector[slot] = sign * peaks[index]
-        elif extremes:
-            for slot, sign, value in extremes:
-                vector[slot] = sign * value
-        self._check_alike(vector, items)
+                extremes = [(slot, sign, peaks[index]) for index, (slot, sign, _) in enumerate(extremes)]
+        for slot, sign, value in extremes:
+            vector[slot] = sign * value
         values_out = vector.float().unbind()
         sizes = [None if size_slot is None else vector[size_slot] for _, size_slot in slots]
         return values_out[0], [values_out[slot] for slot, _ in slots], sizes, vector[3], vector[1]
 
-    def _sum_part(self, values: list[Any], weights: Tensor | None, reduction: str, indices: list[int] | None = None) -> Any:
-        if len(values) == 1 and weights is None:
-            return values[0]
-        tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+    def _part(self, name: str, reduction: str, by_microbatch: dict[int, Any], weights: LossWeights | None) -> Any:
+        """This rank's part of a value of the whole batch. Values of micro-batches without a target may be NaN: left out."""
+        if weights is None:
+            (value,) = by_microbatch.values()
+            return value
+        tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in by_microbatch.values()]
+        values, chosen = torch.stack(tensors), list(by_microbatch)
+        all_chosen = len(chosen) == len(weights.counts)
+        if reduction == "mean":
+            if not all_chosen:
+                raise ValueError(
+                    f"self.log({name!r}) was called in {len(chosen)} of a batch's {len(weights.counts)} micro-batches: "
+                    "a mean over some of them has no weights. Log it in each, or with reduce_fx='sum'"
+                )
+            return values.masked_fill(weights.empty, 0.0).mul(weights.all).sum()
+        empty = weights.empty if all_chosen else weights.empty[chosen]
+        ignored = values.isnan() & empty
         if reduction == "sum":
-            return torch.stack(tensors).sum()
-        assert weights is not None
-        chosen = weights if indices is None or len(indices) == len(weights) else weights[indices]
-        return torch.stack(tensors).mul(chosen).sum()
+            return values.masked_fill(ignored, 0.0).sum()
+        return (
+            values.masked_fill(ignored, -torch.inf).max() if reduction == "max" else values.masked_fill(ignored, torch.inf).min()
+        )
 
     def _vector(self, parts: list[Any]) -> Tensor:
         vector = torch.tensor([0.0 if isinstance(p, Tensor) else p for p in parts], dtype=torch.float64, device=self.device)
@@ -190,9 +202,9 @@ class LogExchange:
                 vector[index] = part
         return vector
 
-    def _check_alike(self, vector: Tensor, items: list[LogItem]) -> None:
-        # Read on the CPU only: on an accelerator it would cost a synchronisation a step.
-        if self.device.type == "cpu" and float(vector[2]) != float(_signature(items)) * self.num_replicas:
+    def _check_alike(self, difference: Tensor, items: list[LogItem]) -> None:
+        self._names_differ.push(difference.abs())
+        if self._names_differ.pop():
             raise ValueError(
                 f"self.log was called with different names on different ranks (here: {[i.name for i in items]}). "
                 "Log the same names on every data-parallel rank, whatever its part of the batch"

@@ -52,6 +52,8 @@ class LossWeights:
 
     def __init__(self, counts: Tensor, dp_group: dist.ProcessGroup | None, of_replica: bool) -> None:
         self.counts = counts
+        self.empty = counts == 0
+        """``[num_microbatches]``: which have no target, and so perhaps no finite mean loss."""
         self._total = counts.sum()
         self._scale = 1.0
         self._work = None
@@ -81,17 +83,37 @@ def count_targets(batch: Any, num_microbatches: int, labels_shifted_by_model: bo
     if isinstance(labels, Tensor) and labels.ndim >= 1:
         if labels_shifted_by_model and labels.ndim >= 2:
             labels = labels[:, 1:]
-        return (labels != IGNORED_LABEL).view(num_microbatches, -1).sum(1, dtype=torch.float32)
+        return (labels != IGNORED_LABEL).reshape(num_microbatches, -1).sum(1, dtype=torch.float32)
     return torch.full((num_microbatches,), num_rows(batch) / num_microbatches, dtype=torch.float32, device=device)
 
 
-def with_finite_loss(batch: Any, count: Tensor) -> Any:
-    """Gives a micro-batch without any valid target one, so that its mean loss, whose weight is zero, is not NaN."""
-    if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
-        return batch
-    labels = batch["labels"].clone()
-    last = labels.view(-1)[-1:]
-    last.masked_fill_((count == 0) & (last == IGNORED_LABEL), 0)
-    copy: Any = dict(batch) if type(batch) is dict else type(batch)(batch)  # type: ignore[call-arg]
-    copy["labels"] = labels
-    return copy
+def may_hold_no_target(batch: Any, labels_shifted_by_model: bool) -> bool | None:
+    """Whether some sequence has no valid target, so that a micro-batch may have none; None when the host cannot tell.
+
+    To be asked before the batch is moved to an accelerator, where looking would be a synchronisation.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.device.type != "cpu" or labels.ndim < 1:
+        return None
+    if labels_shifted_by_model and labels.ndim >= 2:
+        labels = labels[:, 1:]
+    return bool((labels == IGNORED_LABEL).reshape(labels.shape[0], -1).all(1).any())
+
+
+class _StopGradientWhere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, empty: Tensor) -> Tensor:
+        ctx.save_for_backward(empty)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.masked_fill(ctx.saved_tensors[0], 0.0), None
+
+
+def stop_gradient_where(x: Tensor, empty: Tensor) -> Tensor:
+    """``x``; its gradient is zero where ``empty`` (a boolean scalar), also if it would be NaN.
+
+    A mean loss over no targets is 0 / 0. Its weight is zero, but zero times NaN is NaN.
+    """
+    return _StopGradientWhere.apply(x, empty)

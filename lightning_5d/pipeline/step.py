@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,42 +13,22 @@ from torch import Tensor
 
 from lightning_5d.layout import Layout, LayoutError, check_model
 from lightning_5d.mesh import Mesh
+from lightning_5d.pipeline.delayed import DelayedFlag
 from lightning_5d.pipeline.logs import LogExchange, LogRecorder
-from lightning_5d.pipeline.microbatch import LossWeights, count_targets, microbatch_rows, num_rows, split_batch, with_finite_loss
+from lightning_5d.pipeline.microbatch import (
+    LossWeights,
+    count_targets,
+    may_hold_no_target,
+    microbatch_rows,
+    num_rows,
+    split_batch,
+    stop_gradient_where,
+)
 from lightning_5d.pipeline.schedule import Pipeline
 from lightning_5d.pipeline.stage import Stage
 from lightning_5d.plan import ParallelPlan
 
 Context = Callable[[], AbstractContextManager]
-
-
-class DelayedFlag:
-    """A device value read by the host without draining the device: on an accelerator, two steps after it was computed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pending: deque[tuple[Tensor, Any]] = deque()
-
-    def push(self, value: Tensor) -> None:
-        if self.device.type == "cpu":
-            self._pending.append((value, None))
-            return
-        copy = torch.empty((), dtype=value.dtype, pin_memory=True)
-        copy.copy_(value, non_blocking=True)
-        event = torch.Event(self.device.type)
-        event.record()
-        self._pending.append((copy, event))
-
-    def pop(self) -> bool:
-        """The oldest value that is due; False when none is."""
-        delay = 0 if self.device.type == "cpu" else 2
-        flag = False
-        while len(self._pending) > delay:
-            value, event = self._pending.popleft()
-            if event is not None:
-                event.synchronize()
-            flag = flag or bool(value > 0)
-        return flag
 
 
 class StepRunner:
@@ -81,6 +60,10 @@ class StepRunner:
         self._token_shapes: dict[Any, torch.Size] = {}
         self._checked_batch_format = False
         self._captures = dist.get_world_size() > 1
+        self._may_hold_no_target: bool | None = None
+        self._empty: Tensor | None = None
+        if stage.is_last and plan is not None and plan.head is not None:
+            module.get_submodule(plan.head).register_forward_hook(self._guard_logits)
 
     def train(
         self,
@@ -138,8 +121,8 @@ class StepRunner:
         count = rows // microbatch_rows(rows, mbs)
         batches = split_batch(batch, count)
         weights = self._weights(batch, count)
-        if weights is not None:
-            batches = [with_finite_loss(part, weights.counts[i]) for i, part in enumerate(batches)]
+        guarded = weights is not None and before_last_backward is not None and self._may_hold_no_target is not False
+        self._may_hold_no_target = None
         hidden_shape = self._hidden_shape(batches[0], lambda: step(batches[0], *rest))
         outs: list[Any] = []
         losses: list[Tensor] = []
@@ -150,6 +133,7 @@ class StepRunner:
                     return step(batches[index], *rest)
 
             self.recorder.microbatch = index
+            self._empty = weights.empty[index] if guarded and weights is not None else None
             out = self.stage(user_step, hidden)
             if not self.stage.is_last:
                 self._check_hidden(out, hidden_shape)
@@ -164,7 +148,7 @@ class StepRunner:
                 raise ValueError(f"{name} must return the loss or a dict with 'loss', got {type(out).__name__}")
             losses.append(loss.detach())
             if weights is not None:
-                loss = loss * weights[index]
+                loss = loss.masked_fill(weights.empty[index], 0.0) * weights[index]
             return loss * loss_scale if loss_scale != 1.0 else loss
 
         capture = self._captures or count > 1
@@ -185,7 +169,7 @@ class StepRunner:
         is_training = before_last_backward is not None
         items = self.exchange.share_signature([r.item for r in self.recorder.records.values()], self.stage.is_last)
         loss, values, sizes, all_rows, stop_requests = self.exchange.reduce(
-            items, self.recorder.records, losses, None if weights is None else weights.all, rows, stop
+            items, self.recorder.records, losses, weights, rows, stop
         )
         if is_training:
             self._stop_requests.push(stop_requests)
@@ -200,6 +184,20 @@ class StepRunner:
 
     # ---- weights
 
+    def look_on_host(self, batch: Any) -> None:
+        """Sees the next batch before it moves to the device: most have a target in each sequence, and need no guard."""
+        if not callable(getattr(self.module, "num_targets", None)):
+            self._may_hold_no_target = may_hold_no_target(batch, self._labels_shifted_by_model)
+
+    @property
+    def _labels_shifted_by_model(self) -> bool:
+        return self.plan is not None and self.plan.labels_shifted_by_model
+
+    def _guard_logits(self, head: Any, args: Any, logits: Any) -> Any:
+        if self._empty is None or not isinstance(logits, Tensor) or not logits.requires_grad:
+            return logits
+        return stop_gradient_where(logits, self._empty)
+
     def _weights(self, batch: Any, count: int) -> LossWeights | None:
         if count == 1 and self.mesh.size("dp") == 1:
             return None
@@ -211,7 +209,7 @@ class StepRunner:
         else:
             if not self._checked_batch_format:
                 self._check_batch_format(batch)
-            counts = count_targets(batch, count, self.plan is not None and self.plan.labels_shifted_by_model, self.device)
+            counts = count_targets(batch, count, self._labels_shifted_by_model, self.device)
         return LossWeights(counts, self.mesh.group("dp") if self.mesh.size("dp") > 1 else None, self.replica_weighting)
 
     def _check_batch_format(self, batch: Any) -> None:
