@@ -146,13 +146,14 @@ class ShardedLoader:
 
 
 class PositionedLoader(ShardedLoader):
-    """A training loader that knows its position: iterating continues at sample ``consumed`` of ``epoch``.
+    """A training loader that knows its position: each iteration goes on at sample ``consumed`` of ``epoch``.
 
-    Lightning saves and restores :meth:`state_dict` with the fit loop, and announces each epoch by :meth:`set_epoch`. The state
-    is the same on every rank, so the one that Lightning saves is enough, and it resumes under any data-parallel size, number
-    of workers and global batch size. Counted are the batches handed out, not those that workers have fetched ahead.
+    It hands out ``len(self)`` batches, as many as an epoch holds, and where the epoch ends it continues with the next one. So no
+    sample is skipped or repeated when an iteration is cut short, by ``limit_train_batches``, ``max_steps`` or a restart.
 
-    Used without Lightning, an exhausted loader moves on to the next epoch by itself.
+    Lightning saves and restores :meth:`state_dict` with the fit loop. The state is the same on every rank, so the one that
+    Lightning saves is enough, and it resumes under any data-parallel size, number of workers and global batch size. Counted are
+    the batches handed out, not those that workers have fetched ahead.
 
     Args:
         fingerprint: of the data set's contents; a checkpoint of other data is refused.
@@ -161,26 +162,20 @@ class PositionedLoader(ShardedLoader):
     def __init__(self, dataset: Dataset, order: GlobalOrder, *args: Any, fingerprint: str = "", **kwargs: Any) -> None:
         super().__init__(dataset, order, *args, **kwargs)
         self.fingerprint = fingerprint
-        self.seed = order.seed
         self.epoch = 0
         self.consumed = 0
 
-    @property
-    def sampler(self) -> PositionedLoader:
-        """Where Lightning looks for :meth:`set_epoch`."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Starts an epoch; does nothing in the midst of this very epoch, as after a resume."""
-        if epoch != self.epoch:
-            self.epoch, self.consumed = epoch, 0
-
     def __iter__(self) -> Iterator[Any]:
         # A generator: calling iter() alone, as Lightning does to check that a loader can be iterated over, starts nothing.
-        for batch in self._loader(self.epoch, self.consumed):
-            self.consumed = min(self.consumed + self.order.global_batch_size, self.order.num_samples)
-            yield batch
-        self.epoch, self.consumed = self.epoch + 1, 0
+        num_left = len(self)
+        while num_left:
+            for batch in self._loader(self.epoch, self.consumed):
+                self.consumed = min(self.consumed + self.order.global_batch_size, self.order.num_samples)
+                num_left -= 1
+                yield batch
+                if num_left == 0:
+                    return
+            self.epoch, self.consumed = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position, of plain types; the same on every rank."""

@@ -136,12 +136,18 @@ class TextDataModule(LightningDataModule):
             f"validation tokens {self.val_unigram_entropy_nats():.3f} nats"
         )
 
-    def train_dataloader(self) -> PositionedLoader:
+    def train_dataloader(self) -> ShardedLoader:
         file = self.token_file
+        if self.trainer is not None and self.trainer.overfit_batches > 0:  # wants the same few batches in each epoch
+            order = GlobalOrder(len(self._train), self.global_batch_size, shuffle=False)
+            return ShardedLoader(self._train, order, **self._loader_options())
         identity = f"{file.meta.tokens_hash} {self.seq_len} {self.val_fraction}"
         fingerprint = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
         order = GlobalOrder(len(self._train), self.global_batch_size, seed=self.seed)
-        return PositionedLoader(self._train, order, **self._loader_options(), fingerprint=fingerprint)
+        loader = PositionedLoader(self._train, order, **self._loader_options(), fingerprint=fingerprint)
+        if self.trainer is not None and self.trainer.reload_dataloaders_every_n_epochs:
+            loader.epoch = self.trainer.current_epoch  # each call makes a new loader: do not begin with the first epoch again
+        return loader
 
     def val_dataloader(self) -> ShardedLoader:
         self.token_file  # noqa: B018  (set up, or a clear error)

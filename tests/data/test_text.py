@@ -32,6 +32,9 @@ class FakeStrategy:
 
 class FakeTrainer:
     lightning_module = None
+    overfit_batches = 0.0
+    reload_dataloaders_every_n_epochs = 0
+    current_epoch = 3
 
     def __init__(self, rank, size):
         self.strategy = FakeStrategy(rank, size)
@@ -78,6 +81,20 @@ def test_ranks_share_the_global_batch(cache, loader):
     for batch, first, second in zip(whole, *parts, strict=True):
         assert len(first["labels"]) == 4
         assert torch.equal(batch["labels"], torch.cat([first["labels"], second["labels"]]))
+
+
+def test_reloaded_every_epoch_does_not_begin_with_the_first_one_again(cache):
+    made = on_rank(cache, 0, 1)
+    assert made.train_dataloader().epoch == 0
+    made.trainer.reload_dataloaders_every_n_epochs = 1
+    assert made.train_dataloader().epoch == 3
+
+
+def test_overfitting_sees_the_same_batches_in_each_epoch(cache):
+    made = on_rank(cache, 0, 1)
+    made.trainer.overfit_batches = 1
+    loader = made.train_dataloader()
+    assert torch.equal(next(iter(loader))["labels"], next(iter(loader))["labels"])
 
 
 def test_workers_give_the_same_batches(cache):
