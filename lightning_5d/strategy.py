@@ -280,6 +280,9 @@ class LayoutStrategy(ParallelStrategy):
             before_last_backward=before_last_backward,
         )
         if reduce_now:
+            if data_parallel is not None:
+                data_parallel.launch_rest()
+                data_parallel.finish()
             gradients.make_whole()
         gradients.set_aside()
         return out

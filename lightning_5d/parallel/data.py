@@ -1,4 +1,4 @@
-"""Data parallelism and ZeRO 0 to 3, all by FSDP2 and its flags.
+"""Data parallelism and ZeRO 1 to 3 by FSDP2 and its flags; mixed precision, also without sharding (plain ``zero0``: replicas.py).
 
 Collectives a step with G groups (a group per layer, one for the rest) and n micro-batches:
 
@@ -72,6 +72,12 @@ class DataParallel:
     def before_last_backward(self) -> None:
         """The last backward of a step reduces, overlapped with computing, and leaves the parameters sharded."""
         self._set(sync=True, is_last=True, reshard=True)
+
+    def launch_rest(self) -> None:
+        """Nothing: FSDP2 starts every reduction in the backward itself."""
+
+    def finish(self) -> None:
+        """Nothing: FSDP2 has waited at the end of the last backward."""
 
     def reshard(self) -> None:
         """Frees gathered parameters (after a forward pass without a backward)."""

@@ -1,0 +1,125 @@
+"""Plain data parallelism (``zero0``): whole parameters on every replica, one all-reduce a group of gradients and step.
+
+Groups are reduced in one order, the last layer's first, each as soon as the step's last backward has its gradients. What is
+left in the module is reduced last: it holds the embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class _Group:
+    """The parameters of one layer, or of what no layer holds."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.used: list[nn.Parameter] | None = None
+        """Those that get gradients on some replica; known after the first step."""
+        self.num_awaited = 0
+        self.flat: Tensor | None = None
+        self.work: Any = None
+
+    def launch(self, group: dist.ProcessGroup) -> None:
+        assert self.used is not None
+        self.flat = torch.cat([_gradient(p).reshape(-1).float() for p in self.used]) if self.used else None
+        if self.flat is not None:
+            self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def finish(self) -> None:
+        if self.flat is None or self.used is None:
+            return
+        self.work.wait()
+        gradients = [_gradient(p) for p in self.used]
+        parts = self.flat.split([g.numel() for g in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+        self.flat = self.work = None
+
+
+class Replicas:
+    """The same interface as :class:`DataParallel`, without sharding. Gradients are summed, in float32."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._groups: list[_Group] = []
+        self._seen: set[nn.Parameter] = set()
+        self._is_last = False
+        self._next = 0
+
+    def wrap_layer(self, layer: nn.Module) -> None:
+        self._groups.insert(0, self._group_of(layer))
+
+    def wrap_root(self, root: nn.Module) -> None:
+        self._groups.append(self._group_of(root))
+        for group in self._groups:
+            for parameter in group.parameters:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda p, group=group: self._on_gradient(group))
+
+    def _group_of(self, module: nn.Module) -> _Group:
+        parameters = [p for p in dict.fromkeys(module.parameters()) if p not in self._seen]
+        self._seen.update(parameters)
+        return _Group(parameters)
+
+    def before_first_backward(self) -> None:
+        self._is_last = False
+
+    def before_last_backward(self) -> None:
+        self._is_last, self._next = True, 0
+        for group in self._groups:
+            group.num_awaited = len(group.used) if group.used is not None else -1
+
+    def _on_gradient(self, group: _Group) -> None:
+        if not self._is_last:
+            return
+        group.num_awaited -= 1
+        # In one order on every rank, whatever order the gradients come in.
+        while self._next < len(self._groups) and self._groups[self._next].num_awaited == 0:
+            self._groups[self._next].launch(self.group)
+            self._next += 1
+
+    def launch_rest(self) -> None:
+        """Starts what the last backward could not: groups without a gradient on this rank, and all of them at the first step."""
+        self._is_last = False
+        for group in self._groups[self._next :]:
+            self._agree_on_used(group)
+            group.launch(self.group)
+        self._next = len(self._groups)
+
+    def finish(self) -> None:
+        """Waits for the sums and puts them into the gradients."""
+        for group in self._groups:
+            group.finish()
+
+    def reshard(self) -> None:
+        """Nothing is gathered."""
+
+    def _agree_on_used(self, group: _Group) -> None:
+        """Once: the parameters that get gradients, on any replica. One host synchronisation in a run."""
+        if group.used is None:
+            flags = torch.tensor([p.grad is not None for p in group.parameters], dtype=torch.int32, device=_device(group))
+            if flags.numel():
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+            group.used = [p for p, flag in zip(group.parameters, flags.tolist(), strict=True) if flag]
+        unexpected = [p for p in group.parameters if p.grad is not None and not any(p is u for u in group.used)]
+        if unexpected:
+            raise ValueError(
+                f"{len(unexpected)} parameters (the first of shape {tuple(unexpected[0].shape)}) get their first gradient after the "
+                "first step, when replicas had agreed on what to reduce: let every parameter take part in the first step"
+            )
+
+
+def _device(group: _Group) -> torch.device | None:
+    return group.parameters[0].device if group.parameters else None
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The local gradient; zeros when this replica's data did not use the parameter."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
