@@ -3,10 +3,23 @@
 Importing this package loads neither Triton nor a neighbour of this project. docs/kernels.md has the tables.
 """
 
-from .glu import geglu, swiglu
-from .linear_loss import linear_cross_entropy
-from .loss import cross_entropy
-from .norm import rms_norm
-from .rope import rotary
+if __name__ == "lightning_5d.kernels":
+    from .glu import geglu, swiglu
+    from .linear_loss import linear_cross_entropy
+    from .loss import cross_entropy
+    from .norm import rms_norm
+    from .rope import rotary
+    from .swap import KernelReport, use_kernels
 
-__all__ = ["cross_entropy", "geglu", "linear_cross_entropy", "rms_norm", "rotary", "swiglu"]
+    __all__ = [
+        "KernelReport",
+        "cross_entropy",
+        "geglu",
+        "linear_cross_entropy",
+        "rms_norm",
+        "rotary",
+        "swiglu",
+        "use_kernels",
+    ]
+# Else this folder was found as a top-level `kernels`, because the project's root is on sys.path: transformers looks for Hugging
+# Face's package of that name there, and is to find something without a version, and not these operations a second time.
