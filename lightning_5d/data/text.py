@@ -138,14 +138,16 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> ShardedLoader:
         file = self.token_file
-        if self.trainer is not None and self.trainer.overfit_batches > 0:  # wants the same few batches in each epoch
+        # Lightning sets these two attributes from outside the Trainer's class.
+        overfit = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
+        if overfit:  # the same few batches are wanted in each epoch
             order = GlobalOrder(len(self._train), self.global_batch_size, shuffle=False)
             return ShardedLoader(self._train, order, **self._loader_options())
         identity = f"{file.meta.tokens_hash} {self.seq_len} {self.val_fraction}"
         fingerprint = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
         order = GlobalOrder(len(self._train), self.global_batch_size, seed=self.seed)
         loader = PositionedLoader(self._train, order, **self._loader_options(), fingerprint=fingerprint)
-        if self.trainer is not None and self.trainer.reload_dataloaders_every_n_epochs:
+        if self.trainer is not None and self.trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
             loader.epoch = self.trainer.current_epoch  # each call makes a new loader: do not begin with the first epoch again
         return loader
 

@@ -42,7 +42,7 @@ def test_losses_of_one_process(root, one_process, layout):
         assert metrics == pytest.approx(one_process, rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [("pp2", "dp2"), ("dp2_zero1", "tp2")])
+@pytest.mark.parametrize(("before", "after"), [("pp2", "dp2"), pytest.param("dp2_zero1", "tp2", marks=pytest.mark.slow)])
 def test_resumed_in_the_midst_of_an_epoch_under_another_data_parallel_size(root, one_process, before, after):
     run_ranks(2, train, root, before, 2, steps=2, save_to=root / f"{before}.ckpt")
     for metrics in run_ranks(2, train, root, after, 2, ckpt_path=root / f"{before}.ckpt"):
