@@ -57,7 +57,8 @@ class Gradients:
     ) -> None:
         self.parameters = list(dict.fromkeys(parameters))
         self.mesh, self.tied = mesh, list(tied)
-        self._find_partial, self._partial = partial, None if partial is not None else []
+        self._find_partial = partial
+        self._partial: list[nn.Parameter] | None = None if partial is not None else []
         self._aside: list[Tensor | None] | None = None
         self._second_copies = {id(t.parameter) for t in self.tied if t.is_second}
 
