@@ -88,7 +88,8 @@ def require_gpu(name: str) -> Gpu:
     found = find_gpu(name)
     if found is None:
         known = [gpu.short_names[0] for gpu in load_gpus() if gpu.short_names]
-        near = difflib.get_close_matches(name.lower(), known, n=3)
+        every = [short for gpu in load_gpus() for short in gpu.short_names]
+        near = difflib.get_close_matches(name.lower(), every, n=3)
         hint = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise ValueError(f"unknown GPU {name!r}{hint}; known: {', '.join(known)}; your own: the path of a YAML file")
     if found.peak("bf16") is None:

@@ -105,8 +105,9 @@ def explanation_tables(x: Explanation) -> Group:
             (e.layout, "bold"),
             f" · {e.model} on {e.num_gpus} × {e.gpu} · {e.framework}: ",
             (verdict, _COLOURS[e.verdict]),
-            f", {e.memory_gib:.1f} of {e.limit_gib:.1f} GiB; {e.step_time_s:.2f} s a step, {e.tokens_per_s_per_gpu:,.0f} tokens/s "
-            f"per GPU, MFU {e.mfu:.1%}; {e.num_microbatches} micro-batches of {e.micro_batch}",
+            f", {e.memory_gib:.1f} of {e.limit_gib:.1f} GiB; {e.step_time_s:.2f} s a step, ",
+            f"{e.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, MFU {e.mfu:.1%}; ",
+            f"{e.num_microbatches} micro-batches of {e.micro_batch}",
         )
     ]
     if x.why_not:

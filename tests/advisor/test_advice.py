@@ -1,0 +1,168 @@
+"""The search and what it says: every layout of the grammar that can matter, the fastest that fits first, constraints kept."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_5d.advisor import advise, explain
+from lightning_5d.advisor.hardware import find_gpu
+from lightning_5d.advisor.model import PRESETS
+from lightning_5d.advisor.parameters import find_framework
+from lightning_5d.advisor.search import SPACES, Constraints, Space, divisors, enumerate_layouts, has_token, search
+from lightning_5d.layout import Layout
+from tests.advisor.cases import PAPER, predict
+
+
+def test_the_paper_best_layout_is_found() -> None:
+    """Among ZeRO-1 layouts of the paper's code: 13B on 64 GPUs ran best without model parallelism, 30B on 64 with pp 4."""
+    for model, gpus, best in (("llama-13b", 64, "dp64_zero1_mbs1"), ("llama-30b", 64, "dp16_pp4_zero1_mbs1")):
+        advice = advise(model, **{**PAPER, "num_gpus": gpus}, framework="aleph-alpha", top=8)
+        assert best in [e.layout for e in advice.best[:6]], [e.layout for e in advice.best]
+
+
+def test_best_is_sorted_fits_and_estimates_agree() -> None:
+    advice = advise("llama-13b", **PAPER)
+    times = [e.step_time_s for e in advice.best]
+    assert times == sorted(times) and len(times) == 10
+    assert all(e.fits for e in advice.best) and advice.fitting <= advice.considered
+    for e in advice.best[:3]:
+        again = predict(e.layout)
+        assert (again.step_time_s, again.memory_gib) == pytest.approx((e.step_time_s, e.memory_gib))
+
+
+def test_nothing_faster_is_left_out() -> None:
+    """Against all layouts of a small world, one by one through `estimate`."""
+    question = {"gpu": "h100", "num_gpus": 8, "seq_len": 4096, "global_batch": 32}
+    best = advise("llama3-8b", **question, top=1).best[0]
+    space = SPACES["lightning_5d"]
+    fastest, count = 1e9, 0
+    gpu = find_gpu("h100")
+    for layout in enumerate_layouts(PRESETS["llama3-8b"], gpu, 8, 4096, 32, space, Constraints()):
+        try:
+            e = predict(str(layout), "llama3-8b", **question)
+        except ValueError:
+            continue
+        count += 1
+        if e.fits:
+            fastest = min(fastest, e.step_time_s)
+    assert count > 200
+    assert best.step_time_s == pytest.approx(fastest, rel=2e-3)
+
+
+def test_the_space_has_every_part_of_the_grammar() -> None:
+    gpu = find_gpu("h100")
+    found = list(enumerate_layouts(PRESETS["mixtral-8x7b"], gpu, 16, 16384, 32, Space(), Constraints()))
+    for name in (
+        "tp",
+        "cp",
+        "pp",
+        "v",
+        "ep",
+        "zero",
+        "rep",
+        "mbs",
+        "ac",
+        "acsel",
+        "ring",
+        "ulysses",
+        "1f1b",
+        "interleaved",
+        "zb",
+        "zbv",
+    ):
+        assert any(has_token(x, name) for x in found), name
+    assert any(has_token(x, "dualpipev") for x in found)
+    assert len(found) == len(set(map(str, found)))
+    for x in found:
+        assert x.world_size == 16 and Layout.parse(str(x)) == x
+
+
+@pytest.mark.parametrize(
+    ("require", "forbid"),
+    [(("tp8",), ()), (("zero1", "pp"), ("ac",)), ((), ("zero3", "zero2")), (("1f1b",), ("v",)), (("acsel",), ())],
+)
+def test_constraints_are_kept(require: tuple[str, ...], forbid: tuple[str, ...]) -> None:
+    advice = advise("llama-13b", **PAPER, require=require, forbid=forbid)
+    assert advice.best
+    for e in advice.best:
+        layout = Layout.parse(e.layout)
+        assert all(has_token(layout, t) for t in require) and not any(has_token(layout, t) for t in forbid), e.layout
+
+
+@pytest.mark.parametrize(("token", "said"), [("tq8", "tq8"), ("zero9", "zero"), ("ac0x", "ac0x")])
+def test_a_constraint_that_is_no_token_is_refused(token: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"constraint '{token}'"):
+        advise("llama-13b", **PAPER, require=[token])
+
+
+def test_contradicting_constraints_are_told() -> None:
+    with pytest.raises(ValueError, match=r"no layout of llama-13b uses all 64 GPUs .* require tp8, no tp"):
+        advise("llama-13b", **PAPER, require=["tp8"], forbid=["tp"])
+
+
+def test_a_prime_batch_is_told() -> None:
+    with pytest.raises(ValueError, match="dp must divide the batch"):
+        advise("llama-13b", **{**PAPER, "num_gpus": 11, "global_batch": 7})
+
+
+def test_a_model_that_fits_nowhere_is_an_answer() -> None:
+    advice = advise("llama3-405b", gpu="h100", num_gpus=8, seq_len=8192, global_batch=16)
+    assert advice.best == () and advice.fitting == 0
+    assert 1 <= len(advice.closest) <= 3 and not any(e.fits for e in advice.closest)
+    assert advice.closest[0].margin_gib == max(e.margin_gib for e in advice.closest)
+    assert "nothing fits" in advice.why and "GPUs" in advice.why
+
+
+def test_a_recommended_number_of_gpus_does_fit() -> None:
+    why = advise("llama3-70b", gpu="h100", num_gpus=8, seq_len=8192, global_batch=256).why
+    assert "Try 16 GPUs" in why or "Try 32 GPUs" in why, why
+    gpus = 16 if "Try 16" in why else 32
+    assert advise("llama3-70b", gpu="h100", num_gpus=gpus, seq_len=8192, global_batch=256).best
+
+
+def test_ten_thousand_layouts_are_one_batch_of_array_operations() -> None:
+    """The search costs a few passes over arrays, not a prediction a layout: the number of layouts, not the time, is asserted."""
+    ranking = search(PRESETS["llama3-70b"], find_gpu("h100"), 512, 8192, 1024, find_framework("lightning_5d"), "flash2", True)
+    assert len(ranking.cases) >= 10_000
+    assert ranking.seconds.shape == ranking.gib.shape == (len(ranking.cases),)
+    assert np.all(np.diff(np.round(np.log(ranking.seconds[ranking.order]) / 1e-3)) >= 0)
+
+
+@pytest.mark.parametrize("framework", ["aleph-alpha", "nanotron"])
+def test_only_what_a_framework_can_do_is_searched(framework: str) -> None:
+    for e in advise("llama-13b", **PAPER, framework=framework).best:
+        layout = Layout.parse(e.layout)
+        assert layout.cp == 1 and layout.v == 1 and layout.zero in SPACES[framework].zeros
+
+
+def test_why_names_the_winner_and_another_mesh() -> None:
+    advice = advise("llama-13b", **PAPER)
+    assert advice.why.startswith(advice.best[0].layout)
+    assert any(e.layout in advice.why for e in advice.best[1:])
+
+
+def test_explain_tells_what_is_too_much_and_what_would_fit() -> None:
+    x = explain("llama-13b", "zero1_mbs4", **PAPER)
+    assert not x.estimate.fits and "GiB too much" in x.why_not
+    assert x.nearest and all(e.fits for e in x.nearest)
+    assert x.timeline is None
+    fine = explain("llama-13b", "tp2_pp4_zero1", **PAPER)
+    assert fine.why_not == "" and fine.nearest == [] and fine.timeline is not None
+    assert set(fine.memory_by_rank) == {"first", "middle", "last"}
+    worst = max(sum(parts.values()) for parts in fine.memory_by_rank.values())
+    assert worst == pytest.approx(fine.estimate.memory_gib)
+
+
+@pytest.mark.parametrize("layout", ["pp2_zero1", "pp4_v2_zero1", "pp8_zbv_zero1", "pp4_dualpipev_zero1", "pp4_gpipe_zero1"])
+def test_the_picture_shows_every_micro_batch(layout: str) -> None:
+    x = explain("llama-13b", layout, **PAPER)
+    assert x.timeline is not None
+    forwards = {(p.stage, p.microbatch) for e in x.timeline.events for p in e.action.parts if p.kind == "F"}
+    stages = x.case.layout.num_stages
+    assert forwards == set(itertools.product(range(stages), range(x.pictured)))
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(16384) == [2**i for i in range(15)]
