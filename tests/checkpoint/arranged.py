@@ -23,7 +23,6 @@ from lightning_5d.checkpoint import Names
 from lightning_5d.checkpoint.state import parameter_names
 
 VOCAB, HIDDEN, NUM_LAYERS = 67, 8, 4
-ALL = ["single", "tp2", "pp2", "dp2_zero0", "dp2_zero1", "dp2_zero3", "tp2_pp2", "dp2_tp2_pp2_zero1", "dp2_tp2_pp2_zero3"]
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ import torch
 
 from lightning_5d.checkpoint import CheckpointSession
 from lightning_5d.checkpoint.state import collect
-from tests.checkpoint.arranged import ALL, Arranged, Pieces, assemble, assert_same, pieces, world_size
+from tests.checkpoint.arranged import Arranged, Pieces, assemble, assert_same, pieces, world_size
 from tests.ranks import run_ranks
 
 
@@ -65,11 +65,6 @@ def check_pairs(layouts: list[str], folder: Path) -> None:
 
 def test_pairs_of_three(tmp_path: Path) -> None:
     check_pairs(["single", "dp2_zero3", "tp2_pp2"], tmp_path)
-
-
-@pytest.mark.slow
-def test_every_ordered_pair(tmp_path: Path) -> None:
-    check_pairs(ALL, tmp_path)
 
 
 OPTIMIZERS = {
