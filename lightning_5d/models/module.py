@@ -35,7 +35,8 @@ class LlamaModule(LightningModule):
         betas: of AdamW.
         weight_decay: of matrices and embeddings; norms do not decay.
         momentum: of SGD.
-        fused: the fused optimizer, where torch has one for the device; None: for AdamW, whenever it has (SGD's cannot be sharded).
+        fused: the fused optimizer, where torch has one for the device; None: for AdamW, whenever it has (SGD's cannot be
+            sharded).
         warmup_steps: optimizer steps of linear warm-up.
         decay_steps: optimizer steps at which the cosine ends; None: the trainer's own number of steps; 0: constant after warm-up.
         min_lr_ratio: the cosine ends at this share of lr.
