@@ -1,6 +1,7 @@
 """Scores the layout advisor on published measurements, and fits its parameters.
 
-    python -m tests.benchmarks.advisor [--paper CSV] [--playbook CSV] [--runs CSV] [--refit] [--pictures DIRECTORY] [--json FILE]
+    python -m tests.benchmarks.advisor [--paper CSV] [--playbook CSV] [--runs CSV] [--refit]
+        [--docs docs/advisor.md] [--pictures docs/advisor] [--json FILE]
 
 Any files with the columns of `lightning_5d/advisor/data/` will do. Without `--refit` the in-sample scores are those of the
 carried parameters; scores with a group left out always refit without it. `--refit` fits the carried parameters anew and writes
@@ -203,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=RUNS, help="runs with the columns of published_runs.csv")
     parser.add_argument("--refit", action="store_true", help="fit the parameters on these files and write them into the package")
     parser.add_argument("--pictures", type=Path, help="directory for the pictures of predicted against measured")
+    parser.add_argument("--docs", type=Path, help="rewrite the tables of this page (docs/advisor.md)")
     parser.add_argument("--json", type=Path, help="write the scores here too")
     args = parser.parse_args(argv)
     paper, playbook = paper_rows(args.paper), playbook_rows(args.playbook)
@@ -217,6 +219,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_parameters(console, list(load_frameworks().values()))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
+    if args.docs:
+        from tests.benchmarks.advisor_docs import dispute_tables, parameter_tables, score_tables, write_docs
+
+        write_docs(
+            args.docs,
+            {"scores": score_tables(result), "parameters": parameter_tables(), "disputes": dispute_tables(playbook, runs)},
+        )
+        console.print(f"wrote {args.docs}")
     if args.pictures:
         from tests.benchmarks.advisor_pictures import draw
 
