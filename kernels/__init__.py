@@ -4,6 +4,7 @@ Importing this package loads neither Triton nor a neighbour of this project. doc
 """
 
 if __name__ == "lightning_5d.kernels":
+    from .attend import attention
     from .glu import geglu, swiglu
     from .linear_loss import linear_cross_entropy
     from .loss import cross_entropy
@@ -13,6 +14,7 @@ if __name__ == "lightning_5d.kernels":
 
     __all__ = [
         "KernelReport",
+        "attention",
         "cross_entropy",
         "geglu",
         "linear_cross_entropy",
