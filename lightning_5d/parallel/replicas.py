@@ -21,6 +21,7 @@ class _Group:
         self.parameters = parameters
         self.used: list[nn.Parameter] | None = None
         """Those that get gradients on some replica; known after the first step."""
+        self.unused: list[nn.Parameter] = []
         self.num_awaited = 0
         self.flat: Tensor | None = None
         self.work: Any = None
@@ -87,9 +88,16 @@ class Replicas:
         """Starts what the last backward could not: groups without a gradient on this rank, and all of them at the first step."""
         self._is_last = False
         for group in self._groups[self._next :]:
-            self._agree_on_used(group)
+            if group.used is None:
+                self._agree_on_used(group)
             group.launch(self.group)
         self._next = len(self._groups)
+        late = [p for group in self._groups for p in group.unused if p.grad is not None]
+        if late:
+            raise ValueError(
+                f"{len(late)} parameters (the first of shape {tuple(late[0].shape)}) get their first gradient after the first step, "
+                "when replicas had agreed on what to reduce: let every parameter take part in the first step"
+            )
 
     def finish(self) -> None:
         """Waits for the sums and puts them into the gradients."""
@@ -100,22 +108,15 @@ class Replicas:
         """Nothing is gathered."""
 
     def _agree_on_used(self, group: _Group) -> None:
-        """Once: the parameters that get gradients, on any replica. One host synchronisation in a run."""
-        if group.used is None:
-            flags = torch.tensor([p.grad is not None for p in group.parameters], dtype=torch.int32, device=_device(group))
-            if flags.numel():
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-            group.used = [p for p, flag in zip(group.parameters, flags.tolist(), strict=True) if flag]
-        unexpected = [p for p in group.parameters if p.grad is not None and not any(p is u for u in group.used)]
-        if unexpected:
-            raise ValueError(
-                f"{len(unexpected)} parameters (the first of shape {tuple(unexpected[0].shape)}) get their first gradient after the "
-                "first step, when replicas had agreed on what to reduce: let every parameter take part in the first step"
-            )
-
-
-def _device(group: _Group) -> torch.device | None:
-    return group.parameters[0].device if group.parameters else None
+        """Once: the parameters that get gradients, on any replica. One host synchronisation a group in a run."""
+        if not group.parameters:
+            group.used = []
+            return
+        flags = torch.tensor([p.grad is not None for p in group.parameters], dtype=torch.int32, device=group.parameters[0].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        is_used = [bool(flag) for flag in flags.tolist()]
+        group.used = [p for p, used in zip(group.parameters, is_used, strict=True) if used]
+        group.unused = [p for p, used in zip(group.parameters, is_used, strict=True) if not used]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
