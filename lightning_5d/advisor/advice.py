@@ -14,7 +14,7 @@ from lightning_5d.advisor.model import ModelSpec, describe_model
 from lightning_5d.advisor.own_gpu import require_gpu
 from lightning_5d.advisor.parameters import Framework, find_framework
 from lightning_5d.advisor.predict import SIMULATED, Estimate, check_sizes, estimate_cases
-from lightning_5d.advisor.search import Constraints, Ranking, divisors, search
+from lightning_5d.advisor.search import WHOLE_GRAMMAR, Constraints, Ranking, divisors, search
 from lightning_5d.advisor.step import mfu
 from lightning_5d.layout import Layout
 
@@ -73,10 +73,12 @@ def advise(
     forbid: Sequence[str] = (),
     attention: str | None = None,
     fused_norm: bool | None = None,
+    all_layouts: bool = False,
 ) -> Advice:
     """The best layouts for a model on `num_gpus` GPUs; see :func:`lightning_5d.advisor.estimate` for the arguments they share.
 
-    `require` and `forbid` are tokens of the layout string (`tp8`, `ac`, `zero3`).
+    `require` and `forbid` are tokens of the layout string (`tp8`, `ac`, `zero3`). `all_layouts` also searches what the layout
+    string can say but the framework cannot train yet.
 
     Raises:
         ValueError: the question has no meaning (no GPUs, unknown names, contradicting constraints); never because nothing fits.
@@ -90,7 +92,8 @@ def advise(
     kernel, fused = attention or rules.attention, rules.fused_norm if fused_norm is None else fused_norm
 
     def look(gpus: int) -> Ranking:
-        return search(spec, device, gpus, seq_len, global_batch, rules, kernel, fused, constraints)
+        space = WHOLE_GRAMMAR if all_layouts else None
+        return search(spec, device, gpus, seq_len, global_batch, rules, kernel, fused, constraints, space)
 
     ranking = look(num_gpus)
     if not ranking.cases:

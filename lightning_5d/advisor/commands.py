@@ -26,6 +26,7 @@ def advise_main(argv: Sequence[str] | None = None) -> int:
         "--require", action="append", default=[], metavar="TOKENS", help="only layouts with these tokens, such as tp8,zero1"
     )
     parser.add_argument("--no", action="append", default=[], metavar="TOKENS", help="no layouts with these tokens, such as ac,cp")
+    parser.add_argument("--all-layouts", action="store_true", help="also layouts that the framework cannot train yet")
     parser.add_argument("--recipe", type=Path, metavar="OUT.yaml", help="write a recipe that trains with the first layout")
     parser.add_argument("--html", type=Path, metavar="OUT.html", help="write a page with the drawings, in one file")
     return _answer(parser, argv, _advise)
@@ -86,6 +87,7 @@ def _advise(args: argparse.Namespace) -> int:
         forbid=_tokens(args.no),
         attention=args.attention,
         fused_norm=args.fused_norm,
+        all_layouts=args.all_layouts,
     )
     written = _write_files(args, advice)
     if args.json:

@@ -9,7 +9,7 @@ from lightning_5d.advisor import advise, explain
 from lightning_5d.advisor.hardware import find_gpu
 from lightning_5d.advisor.model import PRESETS
 from lightning_5d.advisor.parameters import find_framework
-from lightning_5d.advisor.search import SPACES, Constraints, Space, divisors, enumerate_layouts, has_token, search
+from lightning_5d.advisor.search import SPACES, WHOLE_GRAMMAR, Constraints, divisors, enumerate_layouts, has_token, search
 from lightning_5d.layout import Layout
 from tests.advisor.cases import PAPER, predict
 
@@ -34,8 +34,8 @@ def test_best_is_sorted_fits_and_estimates_agree() -> None:
 def test_nothing_faster_is_left_out() -> None:
     """Against all layouts of a small world, one by one through `estimate`."""
     question = {"gpu": "h100", "num_gpus": 8, "seq_len": 4096, "global_batch": 32}
-    best = advise("llama3-8b", **question, top=1).best[0]
-    space = SPACES["lightning_5d"]
+    best = advise("llama3-8b", **question, top=1, all_layouts=True).best[0]
+    space = WHOLE_GRAMMAR
     fastest, count = 1e9, 0
     gpu = find_gpu("h100")
     for layout in enumerate_layouts(PRESETS["llama3-8b"], gpu, 8, 4096, 32, space, Constraints()):
@@ -52,7 +52,7 @@ def test_nothing_faster_is_left_out() -> None:
 
 def test_the_space_has_every_part_of_the_grammar() -> None:
     gpu = find_gpu("h100")
-    found = list(enumerate_layouts(PRESETS["mixtral-8x7b"], gpu, 16, 16384, 32, Space(), Constraints()))
+    found = list(enumerate_layouts(PRESETS["mixtral-8x7b"], gpu, 16, 16384, 32, WHOLE_GRAMMAR, Constraints()))
     for name in (
         "tp",
         "cp",
@@ -123,7 +123,8 @@ def test_a_recommended_number_of_gpus_does_fit() -> None:
 
 def test_ten_thousand_layouts_are_one_batch_of_array_operations() -> None:
     """The search costs a few passes over arrays, not a prediction a layout: the number of layouts, not the time, is asserted."""
-    ranking = search(PRESETS["llama3-70b"], find_gpu("h100"), 512, 8192, 1024, find_framework("lightning_5d"), "flash2", True)
+    question = (PRESETS["llama3-70b"], find_gpu("h100"), 512, 8192, 1024, find_framework("lightning_5d"), "flash2", True)
+    ranking = search(*question, space=WHOLE_GRAMMAR)
     assert len(ranking.cases) >= 10_000
     assert ranking.seconds.shape == ranking.gib.shape == (len(ranking.cases),)
     assert np.all(np.diff(np.round(np.log(ranking.seconds[ranking.order]) / 1e-3)) >= 0)
@@ -166,3 +167,22 @@ def test_the_picture_shows_every_micro_batch(layout: str) -> None:
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(16384) == [2**i for i in range(15)]
+
+
+def test_what_is_recommended_is_what_the_strategy_trains() -> None:
+    """And all of it: when the strategy learns something, the search must look at it too."""
+    from lightning_5d.support import layout_problem
+
+    question = (PRESETS["mixtral-8x7b"], find_gpu("h100"), 16, 16384, 32)
+    searched = set(map(str, enumerate_layouts(*question, SPACES["lightning_5d"], Constraints())))
+    whole = list(enumerate_layouts(*question, WHOLE_GRAMMAR, Constraints()))
+    trained = {str(x) for x in whole if layout_problem(x) is None}
+    assert searched == trained and len(whole) > 2 * len(trained)
+
+
+def test_all_layouts_are_searched_on_demand() -> None:
+    few, many = (
+        advise("llama3-8b", gpu="h100", num_gpus=16, seq_len=8192, global_batch=64, all_layouts=a) for a in (False, True)
+    )
+    assert many.considered > 2 * few.considered
+    assert many.best[0].step_time_s <= few.best[0].step_time_s
