@@ -1,7 +1,7 @@
 """The shapes whose launches are compiled ahead of time: Llama 8B, 70B and 405B, query-key norms, odd widths."""
 
 import torch
-from lightning_5d.kernels import glu, loss, norm, rope
+from lightning_5d.kernels import experts, glu, loss, norm, rope, vocabulary
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -56,6 +56,26 @@ def cross_entropy(vocab, dtype=BF16, softcap=0.0):
     return launch
 
 
+def embedding(rows, width, dtype=BF16):
+    return lambda: vocabulary._launch_backward(meta(4096, width, dtype=dtype), meta(4096, dtype=torch.int64), rows)
+
+
+def tokens(width, copies, dtype=BF16, weight_dtype=F32):
+    def launch():
+        x, y, out = (
+            meta(4096, width, dtype=dtype),
+            meta(4096 * copies, width, dtype=dtype),
+            meta(4096 * copies, width, dtype=dtype),
+        )
+        slot, weights = meta(4096, copies, dtype=torch.int32), meta(4096, copies, dtype=weight_dtype)
+        experts._launch_spread(x, slot, None, x, out, x)
+        experts._launch_spread(x, slot, weights, y, out, weights)
+        experts._launch_gather(y, slot, None, x)
+        experts._launch_gather(y, slot, weights, x)
+
+    return launch
+
+
 CASES = {
     **{f"rms_norm {h} bf16": rms_norm(h) for h in (128, 1024, 2048, 4096, 5120, 8192, 16384, 18432)},
     **{f"rms_norm {h} fp32": rms_norm(h, F32, F32) for h in (128, 4096, 8192, 16384)},
@@ -70,6 +90,11 @@ CASES = {
     "cross_entropy 32000 fp32": cross_entropy(32_000, F32),
     "cross_entropy 50257 bf16": cross_entropy(50_257),
     "cross_entropy 256000 bf16, capped": cross_entropy(256_000, softcap=30.0),
+    "embedding 16032 x 8192 bf16": embedding(16_032, 8192),
+    "embedding 32000 x 4096 fp32": embedding(32_000, 4096, F32),
+    "tokens 4096 bf16, top 2": tokens(4096, 2),
+    "tokens 7168 bf16, top 8": tokens(7168, 8, weight_dtype=BF16),
+    "tokens 2880 fp32, top 4": tokens(2880, 4, F32),
     "rotary 32 and 8 heads of 128": rotary(32, 8, 128),
     "rotary 128 and 8 heads of 128, fp32 tables": rotary(128, 8, 128, table_dtype=F32),
     "rotary 16 and 16 heads of 256, interleaved": rotary(16, 16, 256, interleaved=True),

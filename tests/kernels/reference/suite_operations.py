@@ -5,7 +5,18 @@ import sys
 
 import pytest
 import torch
-from lightning_5d.kernels import cross_entropy, geglu, linear_cross_entropy, rms_norm, rotary, swiglu
+from lightning_5d.kernels import (
+    cross_entropy,
+    embedding,
+    geglu,
+    grouped_matmul,
+    linear_cross_entropy,
+    permute_tokens,
+    rms_norm,
+    rotary,
+    swiglu,
+    unpermute_tokens,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels import oracles
@@ -38,7 +49,14 @@ GRADCHECKS = {
     "cross_entropy": lambda: (lambda x: cross_entropy(x, TARGET, **ALL), (f64(4, 7),)),
     "cross_entropy, each token": lambda: (lambda x: cross_entropy(x, TARGET, reduction="none"), (f64(4, 7),)),
     "linear_cross_entropy": lambda: (lambda h, w: linear_cross_entropy(h, w, TARGET, **ALL), (f64(4, 3), f64(7, 3))),
+    "embedding": lambda: (lambda w: embedding(torch.tensor([[1, 4], [4, 9]]), w, vocab_start=1), (f64(5, 3),)),
+    "permute_tokens": lambda: (lambda x: permute_tokens(x, EXPERTS, 3)[0], (f64(4, 3),)),
+    "unpermute_tokens": lambda: (lambda y, p: unpermute_tokens(y, SLOT, p), (f64(8, 3), f64(4, 2))),
+    "unpermute_tokens, unweighted": lambda: (lambda y: unpermute_tokens(y, SLOT), (f64(8, 3),)),
+    "grouped_matmul": lambda: (lambda x, w: grouped_matmul(x, w, torch.tensor([2, 0, 3])), (f64(5, 3), f64(3, 3, 2))),
 }
+EXPERTS = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]])
+SLOT = torch.tensor([[3, 0], [1, 6], [2, 5], [7, 4]], dtype=torch.int32)
 TARGET = torch.tensor([3, -100, 0, 6])
 ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 2.0}
 tables_of_4 = tables(3, 4)
@@ -104,6 +122,11 @@ SAMPLES = {
         True,
         True,
     ),
+    "embedding": lambda: (f32(5, 3), torch.tensor([[1, 4], [4, 9]]), 1),
+    "embedding_backward": lambda: (f32(2, 2, 3), torch.tensor([[1, 4], [4, 9]]), 5, 1),
+    "spread_tokens": lambda: (f32(4, 3), SLOT),
+    "spread_tokens_weighted": lambda: (f32(4, 3), SLOT, f32(8, 3), f32(4, 2)),
+    "gather_tokens": lambda: (f32(8, 3), SLOT, f32(4, 2)),
     "rotary_": lambda: (
         f32(2, 3, 4, 8),
         f32(2, 3, 2, 8),
@@ -203,6 +226,10 @@ def test_recompute_gives_the_same_gradients():
         (lambda: cross_entropy(f32(4, 7), TARGET, softcap=-1.0), "softcap=-1.0, allowed are positive"),
         (lambda: cross_entropy(f32(4, 7), TARGET, label_smoothing=2), "allowed are 0 to 1"),
         (lambda: cross_entropy(f32(4, 7), TARGET, reduction="max"), "allowed are 'mean', 'sum' and 'none'"),
+        (lambda: embedding(f32(4), f32(4, 3)), "ids are torch.float32, expected integers"),
+        (lambda: permute_tokens(f32(4, 3), EXPERTS[:3], 3), r"are not \[n, h\] and \[n, k\]"),
+        (lambda: unpermute_tokens(f32(7, 3), SLOT), r"are not \[n k, h\]"),
+        (lambda: grouped_matmul(f32(4, 3), f32(2, 4, 5), torch.tensor([2, 2])), r"are not \[m, in\]"),
         (lambda: linear_cross_entropy(f32(4, 3), f32(7, 4), TARGET), r"shapes \(4, 3\), \(7, 4\) and \(4,\) do not fit"),
     ],
 )
