@@ -50,11 +50,16 @@ def whole_checkpoint(path: str | Path, weights_only: bool | None = None, optimiz
     checkpoint = store.read_entries(path, weights_only)
     entry = checkpoint.pop(ENTRY)
     saved = store.read_metadata(path)
-    tensors = _read(store, path, [key for key in saved if key.startswith("model.") or (optimizers and key.startswith("optim."))])
+    kinds = ("model.", "optim.", "entry.") if optimizers else ("model.",)
+    tensors = _read(store, path, [key for key in saved if key.startswith(kinds)])
     weights = {key.removeprefix("model."): tensor for key, tensor in tensors.items() if key.startswith("model.")}
     for first, *others in entry["tied"]:
         weights.update({name: weights[first] for name in others if first in weights})
     checkpoint["state_dict"] = {**weights, **checkpoint.get("state_dict", {})}
+    for name in entry["sharded_entries"] if optimizers else ():
+        prefix = f"entry.{name}."
+        checkpoint[name] = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        checkpoint[name].update({alias: checkpoint[name][first] for first, *others in entry["tied"] for alias in others})
     if optimizers and entry["optimizers"] is not None:
         checkpoint["optimizer_states"] = [_optimizer_state(i, saved, tensors) for i, saved in enumerate(entry["optimizers"])]
     return checkpoint
@@ -150,6 +155,7 @@ def import_huggingface(folder: str | Path, out: str | Path, dtype: torch.dtype |
         "tied": names.tied,
         "huggingface": found.to_plain(),
         "optimizers": None,
+        "sharded_entries": [],
     }
     import lightning
 

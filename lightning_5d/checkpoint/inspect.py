@@ -11,7 +11,12 @@ from lightning_5d.checkpoint.meta import from_bytes
 from lightning_5d.checkpoint.session import ENTRY
 from lightning_5d.checkpoint.torch_metadata import read_metadata, tensors_of
 
-_KINDS = {"model": "weights and buffers", "optim": "optimizer state", "rng": "random number generators"}
+_KINDS = {
+    "model": "weights and buffers",
+    "optim": "optimizer state",
+    "entry": "further entries shaped like the weights",
+    "rng": "random number generators",
+}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ parameter that two modules share has one name, its first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -74,3 +74,9 @@ def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
                 yield plain(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def listing(names: Iterable[str], limit: int = 8) -> str:
+    """The names for a message, the first ``limit`` of many."""
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_5d.checkpoint import optimizers as optimizer_checks
+from lightning_5d.checkpoint import optimizers as optim
 from lightning_5d.checkpoint import state
 from lightning_5d.checkpoint.agree import CheckpointError, gather_objects, on_every_rank, on_first_rank, rank_of
 from lightning_5d.checkpoint.commit import FORMAT
-from lightning_5d.checkpoint.names import Names, plain
+from lightning_5d.checkpoint.names import Names, listing, plain
 from lightning_5d.checkpoint.rng import restore_rng, rng_tensors
 from lightning_5d.checkpoint.store import CheckpointStore
 from lightning_5d.checkpoint.weight_map import HuggingFaceNames, find_huggingface_names
@@ -27,6 +27,14 @@ from lightning_5d.checkpoint.weight_map import HuggingFaceNames, find_huggingfac
 # The entry of a checkpoint's dict that is ours; everything else in it is Lightning's and the user's.
 ENTRY = "lightning_5d"
 _KEPT_AS = "_checkpoint_session"
+
+
+class _Part(NamedTuple):
+    """What one rank tells the others at a save."""
+
+    rest: dict[str, Any]
+    groups: list[dict[str, Any]]
+    sharded: list[str]
 
 
 class CheckpointSession:
@@ -43,6 +51,7 @@ class CheckpointSession:
         self.names: Names | None = None
         self.huggingface: HuggingFaceNames | None = None
         self._path: Path | None = None
+        self._weights_due = False
         self._strict = True
         self._entry: dict[str, Any] = {}
         self._rest: dict[str, Any] = {}
@@ -72,28 +81,37 @@ class CheckpointSession:
     ) -> None:
         """Writes Lightning's checkpoint dict and the tensors that belong to it; on every rank.
 
-        Optimizers are written when Lightning put ``optimizer_states`` into the dict. Of entries that are no tensors of the model,
-        rank 0's are written.
+        Optimizers are written when Lightning put ``optimizer_states`` into the dict. A further entry that is a dict of the
+        model's names to tensors (an average of the weights) is written like the weights, each rank its part. Of anything else
+        rank 0's is written.
+
+        Raises:
+            CheckpointError: Optimizer state or an entry cannot be stored; or ``path`` is a directory that is no checkpoint.
+            RuntimeError: A rank could not write.
         """
         names, group = self._names(), self.store.group
         path = Path(on_first_rank(lambda: str(path), group))  # a file name made from metrics may differ in the last digit
-        entries = dict(checkpoint)
-        has_optimizers = "optimizer_states" in entries
+        has_optimizers = "optimizer_states" in checkpoint
 
-        def collect() -> tuple[dict[str, torch.Tensor], dict[str, Any], list[dict[str, Any]]]:
+        def collect() -> tuple[dict[str, torch.Tensor], _Part]:
+            entries = dict(checkpoint)
             tensors, rest = state.split_state_dict(entries.pop("state_dict", None) or self.state_dict(module), names)
+            named, entries = state.split_entries(entries, names)
+            tensors.update(named)
             groups: list[dict[str, Any]] = []
             if has_optimizers:
                 param_names = state.parameter_names(module, names)
-                tensors.update(state.optimizer_tensors(optimizers, param_names))
-                groups = state.optimizer_groups(optimizers, param_names)
-            return tensors, rest, groups
+                tensors.update(optim.optimizer_tensors(optimizers, param_names))
+                groups = optim.optimizer_groups(optimizers, param_names)
+            return tensors, _Part(rest, groups, sorted(set(checkpoint) - set(entries) - {"state_dict"}))
 
-        tensors, rest, groups = on_every_rank(collect, group)
-        parts = gather_objects((rest, groups), group)
+        tensors, part = on_every_rank(collect, group)
+        parts = gather_objects(part, group)
         tensors.update(rng_tensors(rank_of(group)))
+        sharded = sorted({name for part in parts for name in part.sharded})
+        entries = {name: value for name, value in checkpoint.items() if name not in sharded}
         # What of the state dict is no parameter or buffer (extra states, metrics) comes from the first rank that has it.
-        entries["state_dict"] = {name: value for rest, _ in reversed(parts) for name, value in rest.items()}
+        entries["state_dict"] = {name: value for part in reversed(parts) for name, value in part.rest.items()}
         if has_optimizers:
             entries["optimizer_states"] = []
         entries[ENTRY] = {
@@ -102,7 +120,8 @@ class CheckpointSession:
             "world_size": len(parts),
             "tied": names.tied,
             "huggingface": None if self.huggingface is None else self.huggingface.to_plain(),
-            "optimizers": state.merge_groups([groups for _, groups in parts], names) if has_optimizers else None,
+            "optimizers": optim.merge_groups([part.groups for part in parts], names) if has_optimizers else None,
+            "sharded_entries": sharded,
         }
         self.store.save(tensors, entries, path, self.layout, int(entries.get("global_step", 0)))
 
@@ -114,34 +133,46 @@ class CheckpointSession:
         """
         path = Path(on_first_rank(lambda: str(path), self.store.group))
         entries = self.store.read_entries(path, weights_only)
-        self._entry = entries.pop(ENTRY, {})
-        self._path, self._strict = path, True
+        self._entry = entries.pop(ENTRY)
+        self._path, self._strict, self._weights_due = path, True, True
         self._rest = entries.get("state_dict", {})
         rank_zero_info(f"Opened {path}, written under {self._entry['layout']} at step {entries.get('global_step')}")
-        return {**entries, "state_dict": dict(self._rest)}
+        return {**entries, "state_dict": dict(self._rest), **{name: {} for name in self._entry["sharded_entries"]}}
+
+    def close(self) -> None:
+        """Forgets the open checkpoint."""
+        self._path, self._weights_due = None, False
 
     def set_strict(self, strict: bool) -> None:
         """Whether ``load_weights`` refuses missing and unexpected names; Lightning tells it before the weights can be loaded."""
         self._strict = strict
 
     def load_weights(self, module: nn.Module) -> None:
-        """Fills this rank's parameters and persistent buffers; does nothing when no checkpoint is open.
+        """Fills this rank's parameters and persistent buffers, once for each ``open``; otherwise does nothing.
 
         Raises:
             CheckpointError: On every rank: a name is missing or unexpected (unless not strict), or a shape or dtype differs.
         """
-        if self._path is None:
+        if not self._weights_due:
             return
+        assert self._path is not None
         names, path = self._names(), self._path
         saved = self.store.read_metadata(path)
         missing, unexpected = state.compare_names(names, saved)
         if self._strict and (missing or unexpected):
-            raise CheckpointError(state.mismatch(str(path), names, missing, unexpected, self._entry.get("tied", [])))
+            raise CheckpointError(state.mismatch(str(path), names, missing, unexpected, self._entry["tied"]))
         if missing or unexpected:
-            left, unused = state.listing(missing) or "none", state.listing(unexpected) or "none"
+            left, unused = listing(missing) or "none", listing(unexpected) or "none"
             rank_zero_warn(f"{path}: not in the checkpoint, left as they are: {left}. In it, but not in the model: {unused}.")
         self.store.load(state.model_tensors(module, names), path, strict=self._strict)
         on_every_rank(lambda: state.load_rest(module, self._rest), self.store.group)
+        self._weights_due = False
+
+    def load_entry(self, name: str, module: nn.Module) -> None:
+        """Fills ``module``, after ``load_weights``, with a further entry of the open checkpoint, where that has values."""
+        assert self._path is not None and name in self._entry["sharded_entries"]
+        tensors = [(key.replace("model.", f"entry.{name}.", 1), t) for key, t in state.model_tensors(module, self._names())]
+        self.store.load(tensors, self._path, strict=False)
 
     def check_optimizers(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """To be called once they are built, before the first step.
@@ -155,11 +186,11 @@ class CheckpointSession:
         def check() -> dict[str, tuple[int, int]]:
             param_names = state.parameter_names(module, names)
             for optimizer in optimizers:
-                optimizer_checks.check_shardable(optimizer)
-            return optimizer_checks.group_indices(optimizers, param_names)
+                optim.check_shardable(optimizer)
+            return optim.group_indices(optimizers, param_names)
 
         indices = gather_objects(on_every_rank(check, group), group)
-        on_every_rank(lambda: optimizer_checks.check_tied_groups(indices, names.tied), group)
+        on_every_rank(lambda: optim.check_tied_groups(indices, names.tied), group)
 
     def load_optimizers(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Fills the optimizers' state and hyper-parameters from the open checkpoint, after ``load_weights``.
@@ -174,11 +205,11 @@ class CheckpointSession:
                 f"{self._path} holds weights alone (save_weights_only=True): it can be loaded, but training cannot resume from it"
             )
         param_names = state.parameter_names(module, names)
-        parts = gather_objects(on_every_rank(lambda: state.optimizer_groups(optimizers, param_names), group), group)
-        on_every_rank(lambda: state.check_groups(state.merge_groups(parts, names), then), group)
-        state.make_slots(optimizers, param_names, self.store.read_metadata(self._path))
-        self.store.load(state.optimizer_tensors(optimizers, param_names), self._path)
-        state.restore_groups(optimizers, then, param_names)
+        parts = gather_objects(on_every_rank(lambda: optim.optimizer_groups(optimizers, param_names), group), group)
+        on_every_rank(lambda: optim.check_groups(optim.merge_groups(parts, names), then), group)
+        optim.make_slots(optimizers, param_names, self.store.read_metadata(self._path))
+        self.store.load(optim.optimizer_tensors(optimizers, param_names), self._path)
+        optim.restore_groups(optimizers, then, param_names)
 
     def load_rng(self) -> bool:
         """Puts the random number generators back where they were at the save.

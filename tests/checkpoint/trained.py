@@ -230,4 +230,4 @@ def samples(results: list[dict[str, Any]]) -> list[list[int]]:
     for result in results:
         assert by_rank.setdefault(result["dp_rank"], result["indices"]) == result["indices"], "one replica, two batches"
     parts = [by_rank[rank] for rank in sorted(by_rank)]
-    return [sum(of_step, []) for of_step in zip(*parts, strict=True)]
+    return [[index for part in of_step for index in part] for of_step in zip(*parts, strict=True)]
