@@ -59,11 +59,29 @@ class SigtermAgreement:
 
 
 class _SettledResults:
-    """Lightning's collection of logged values, without moving each value's whole state to its device at every ``self.log``.
+    """Lightning's collection of logged values, with a short way for a name that was logged the same way before.
 
-    That move walks all attributes recursively and costs more than a small layer's forward; it matters only when the device
-    has changed.
+    The long way moves the value's whole state to its device, attribute by attribute, builds its metadata again to compare it, and
+    passes torch.compile's guards: together more than a small layer's forward.
     """
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        dataloader = getattr(self, "dataloader_idx", None)
+        batch_size = kwargs.pop("batch_size", None)
+        way = (fx, name, dataloader, *args, *kwargs.items())
+        metric = self.__dict__.setdefault("_ways", {}).get(way)
+        if metric is None or metric is not self.get(metric.__dict__["_key"]) or not isinstance(value, torch.Tensor):  # type: ignore[attr-defined]
+            before = set(self)  # type: ignore[call-overload]
+            super().log(fx, name, value, *args, batch_size=batch_size, **kwargs)  # type: ignore[misc]
+            for key in set(self) - before:  # type: ignore[call-overload]
+                added = self[key]  # type: ignore[index]
+                if added.is_tensor and not added.meta.enable_graph:
+                    added.__dict__["_key"] = key
+                    self._ways[way] = added  # type: ignore[attr-defined]
+            return
+        metric.to(value.device)
+        metric.forward(value.detach(), self._extract_batch_size(metric, batch_size, metric.meta))  # type: ignore[attr-defined]
+        metric.has_reset = False
 
     def __setitem__(self, key: str, metric: Any) -> None:
         move = metric.to

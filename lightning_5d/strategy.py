@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -89,6 +90,7 @@ class LayoutStrategy(ParallelStrategy):
         self._checkpoints: CheckpointSession | None = None
         self._sigterm: SigtermAgreement | None = None
         self._reduce_now = True
+        self._batch_stays = False
         self._restore_rng = False
 
     # ---- where this rank is
@@ -184,6 +186,9 @@ class LayoutStrategy(ParallelStrategy):
             self._checkpoints.check_optimizers(module, self.optimizers)
             self._sigterm = SigtermAgreement(trainer, self._stop_if_asked) if self.world_size > 1 else None
         silence_sync_dist_hint()
+        hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        sources = [source for source in (module, trainer.datamodule) if source is not None]
+        self._batch_stays = self.root_device.type == "cpu" and not any(is_overridden(h, s) for h in hooks for s in sources)
         settle_results(trainer)
         self.setup_precision_plugin()
         self.barrier()
@@ -252,8 +257,10 @@ class LayoutStrategy(ParallelStrategy):
     # ---- a step
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._runner is not None:
+        if self._runner is not None and self._runner.splits_batches:
             self._runner.look_on_host(batch)
+        if self._batch_stays:
+            return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

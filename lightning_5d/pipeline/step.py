@@ -184,6 +184,11 @@ class StepRunner:
 
     # ---- weights
 
+    @property
+    def splits_batches(self) -> bool:
+        """Whether a batch is more than one loss: micro-batches, or parts on several replicas."""
+        return self.layout.mbs is not None or self.layout.pp > 1 or self.mesh.size("dp") > 1
+
     def look_on_host(self, batch: Any) -> None:
         """Sees the next batch before it moves to the device: most have a target in each sequence, and need no guard."""
         if not callable(getattr(self.module, "num_targets", None)):
