@@ -269,7 +269,7 @@ class LayoutStrategy(ParallelStrategy):
         trainer, gradients, data_parallel = self.lightning_module.trainer, self._whole_gradients, self._parts.data_parallel
         args = (*args, *kwargs.values())
         accumulate = trainer.accumulate_grad_batches
-        if args[1] % accumulate == 0:
+        if trainer.fit_loop.batch_idx % accumulate == 0:  # a training_step need not take batch_idx
             gradients.clear()
         reduce_now = self._reduce_now
         if data_parallel is not None:

@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor
 from lightning_5d.layout import LayoutError
 from lightning_5d.parallel.collectives import all_gather_sequence
 
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments that a call changes: the call that is repeated must not see them."""
+
 
 def meta_copy(layer: nn.Module) -> nn.Module:
     """A copy without memory: its parameters are on the meta device."""
@@ -38,6 +41,7 @@ def verify_first_call(layer: nn.Module, whole: nn.Module, group: dist.ProcessGro
         for handle in handles:
             handle.remove()
         args, kwargs = seen.pop("call")
+        kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
         training = {m: m.training for m in layer.modules()}
         try:
             layer.eval()

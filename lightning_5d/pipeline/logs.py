@@ -110,6 +110,7 @@ class LogExchange:
         self.last_stage_rank = 0
         self._known: dict[int, list[LogItem]] = {}
         self._names_differ = DelayedFlag(device)
+        self._trouble: str | None = None
 
     def share_signature(self, items: list[LogItem], is_last_stage: bool) -> list[LogItem]:
         """The last stage's log items, on every stage. Names travel only when they are new; after that, eight bytes."""
@@ -158,10 +159,13 @@ class LogExchange:
                 parts.append(record.batch_size if record is not None else 0.0)
             slots.append((slot, slot + 1 if item.has_batch_size else None))
         # Padded, so that ranks that logged different names still meet in one message, and learn of it.
+        if self._trouble is not None:
+            parts[2] = -1.0  # no rank must stop alone: the others would wait for it
         vector = self._vector([*parts, *[0.0] * (-len(parts) % self.PADDED_TO)])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(vector)
-            self._check_alike(vector[2] - signature * self.num_replicas, items)
+        self._check_alike(vector[2] - signature * self.num_replicas, items)
+        if dist.is_initialized() and dist.get_world_size() > 1:
             if extremes:
                 peaks = self._vector([value for _, _, value in extremes])
                 dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
@@ -182,10 +186,11 @@ class LogExchange:
         all_chosen = len(chosen) == len(weights.counts)
         if reduction == "mean":
             if not all_chosen:
-                raise ValueError(
+                self._trouble = (
                     f"self.log({name!r}) was called in {len(chosen)} of a batch's {len(weights.counts)} micro-batches: "
                     "a mean over some of them has no weights. Log it in each, or with reduce_fx='sum'"
                 )
+                return 0.0
             return values.masked_fill(weights.empty, 0.0).mul(weights.all).sum()
         empty = weights.empty if all_chosen else weights.empty[chosen]
         ignored = values.isnan() & empty
@@ -206,8 +211,9 @@ class LogExchange:
         self._names_differ.push(difference.abs())
         if self._names_differ.pop():
             raise ValueError(
-                f"self.log was called with different names on different ranks (here: {[i.name for i in items]}). "
-                "Log the same names on every data-parallel rank, whatever its part of the batch"
+                self._trouble
+                or f"self.log was called with different names on different ranks (here: {[i.name for i in items]}). "
+                "Log the same names on every data-parallel rank and in every micro-batch, whatever its part of the batch"
             )
 
     def log(self, items: list[LogItem], values: list[Tensor], sizes: list[Tensor | None], rows: Tensor) -> None:

@@ -107,8 +107,8 @@ class BeforeLayers(_StandIn):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.inbox.entered:
             raise ValueError(
-                f"{self.stands_for} was taken for a part before the layers, but runs behind them: "
-                "name it in ParallelPlan(last_only=...)"
+                f"{self.stands_for} was taken for a part before the layers, but runs behind them: name it in "
+                "ParallelPlan(last_only=...). Or the step calls the model twice, which a pipeline cannot follow: call it once"
             )
         if x.is_floating_point():
             return x
