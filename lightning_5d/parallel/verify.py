@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_5d.layout import LayoutError
 from lightning_5d.parallel.collectives import all_gather_sequence
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Arguments that a call changes: the call that is repeated must not see them."""
 
 
