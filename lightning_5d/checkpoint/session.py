@@ -43,11 +43,12 @@ class CheckpointSession:
     Args:
         layout: The canonical layout string, noted in each checkpoint.
         group: The ranks that take part; the whole world when not given.
+        background: Whether saves can be left to a thread; all ranks must then make the session together.
     """
 
-    def __init__(self, layout: str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, layout: str, group: dist.ProcessGroup | None = None, background: bool = False) -> None:
         self.layout = layout
-        self.store = CheckpointStore(group)
+        self.store = CheckpointStore(group, background)
         self.names: Names | None = None
         self.huggingface: HuggingFaceNames | None = None
         self._path: Path | None = None
@@ -77,9 +78,17 @@ class CheckpointSession:
         return {plain(name): value for name, value in module.state_dict().items()}
 
     def save(
-        self, checkpoint: dict[str, Any], path: str | Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        background: bool = False,
     ) -> None:
         """Writes Lightning's checkpoint dict and the tensors that belong to it; on every rank.
+
+        With ``background`` (and a session made for it) it returns once everything is copied; parameters, optimizers and
+        entries may change then. An error shows in ``save_has_failed`` and is raised by the next ``save``, ``wait`` or ``close``.
 
         Optimizers are written when Lightning put ``optimizer_states`` into the dict. A further entry that is a dict of the
         model's names to tensors (an average of the weights) is written like the weights, each rank its part. Of anything else
@@ -123,7 +132,7 @@ class CheckpointSession:
             "optimizers": optim.merge_groups([part.groups for part in parts], names) if has_optimizers else None,
             "sharded_entries": sharded,
         }
-        self.store.save(tensors, entries, path, self.layout, int(entries.get("global_step", 0)))
+        self.store.save(tensors, entries, path, self.layout, int(entries.get("global_step", 0)), background)
 
     def open(self, path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's checkpoint dict without the tensors; remembers ``path`` for ``load_weights`` and ``load_optimizers``.
@@ -131,6 +140,7 @@ class CheckpointSession:
         Raises:
             CheckpointError: No complete checkpoint is there, or it needs ``weights_only=False``.
         """
+        self.store.wait()
         path = Path(on_first_rank(lambda: str(path), self.store.group))
         entries = self.store.read_entries(path, weights_only)
         self._entry = entries.pop(ENTRY)
@@ -140,8 +150,21 @@ class CheckpointSession:
         return {**entries, "state_dict": dict(self._rest), **{name: {} for name in self._entry["sharded_entries"]}}
 
     def close(self) -> None:
-        """Forgets the open checkpoint."""
+        """Waits for a save in the background, and forgets the open checkpoint. Raises what went wrong with the save.
+
+        Asks no other rank: it may be called after an error on this one.
+        """
         self._path, self._weights_due = None, False
+        self.store.wait_alone()
+
+    @property
+    def save_has_failed(self) -> bool:
+        """Whether a save in the background failed, and nobody was told yet. Does not block, and asks no other rank."""
+        return self.store.background is not None and self.store.background.has_failed
+
+    def wait(self) -> None:
+        """Until the save in the background is committed; on every rank. Raises what went wrong with it."""
+        self.store.wait()
 
     def set_strict(self, strict: bool) -> None:
         """Whether ``load_weights`` refuses missing and unexpected names; Lightning tells it before the weights can be loaded."""

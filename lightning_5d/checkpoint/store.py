@@ -11,7 +11,7 @@ Every method is called by all ranks of the group, and either works on all of the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_5d.checkpoint import commit, meta
 from lightning_5d.checkpoint.agree import is_distributed, on_every_rank, on_first_rank, rank_of
+from lightning_5d.checkpoint.background import Background
 from lightning_5d.checkpoint.torch_metadata import Reader, read_metadata, tensors_of
 
 
@@ -32,15 +33,15 @@ class _CommitWriter(FileSystemWriter):
 
     def __init__(self, temporary: Path, target: Path, files: Mapping[str, bytes], layout: str, global_step: int) -> None:
         super().__init__(temporary)
-        self._temporary, self._target, self._files = temporary, target, files
+        self.temporary, self.target, self._files = temporary, target, files
         self._layout, self._global_step = layout, global_step
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
         for name, content in self._files.items():
-            commit.write_durably(self._temporary / name, content)
-        commit.write_complete(self._temporary, self._layout, self._global_step)
-        commit.commit(self._temporary, self._target)
+            commit.write_durably(self.temporary / name, content)
+        commit.write_complete(self.temporary, self._layout, self._global_step)
+        commit.commit(self.temporary, self.target)
 
 
 class CheckpointStore:
@@ -48,10 +49,14 @@ class CheckpointStore:
 
     Args:
         group: The ranks that save and load together; the whole world when not given, this process alone without a world.
+        background: Whether saves can be left to a thread of their own.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, background: bool = False) -> None:
         self.group = group
+        self.background = Background() if background else None
+        # Its messages must not mix with those of training, and it needs the CPU: a group of its own. All ranks must come here.
+        self._background_group = _clone(group) if background and is_distributed() else group
 
     def save(
         self,
@@ -60,28 +65,50 @@ class CheckpointStore:
         path: str | Path,
         layout: str = "",
         global_step: int = 0,
+        background: bool = False,
     ) -> None:
         """Writes this rank's ``tensors`` (its shards of DTensors) and rank 0's ``entries``; returns when all is on disk.
 
         What was at ``path`` stays untouched until then, and is replaced at once. What interrupted saves left there is deleted.
+        With ``background``, it returns when all is copied, and writes while training goes on; it waits for the last one first.
 
         Raises:
             CheckpointError: ``path`` is a directory that is no checkpoint.
-            RuntimeError: A rank could not write; the message says which and why.
+            RuntimeError: A rank could not write; the message says which and why. In the background it is :meth:`wait` that tells.
         """
+        self.wait()
         writer = self._writer(entries, Path(path), layout, global_step)
+        if background and self.background is not None:
+            staged = writer.stage(dict(tensors))
+            self.background.start(lambda: self._write(staged, writer, self._background_group))
+            return
+        with _quiet():
+            self._write(dict(tensors), writer, self.group)
+
+    def wait(self) -> None:
+        """Until the save in the background is committed. Raises what went wrong with it, on every rank."""
+        background = self.background
+        if background is not None:
+            on_every_rank(background.wait, self.group)
+
+    def wait_alone(self) -> None:
+        """As :meth:`wait`, without asking the other ranks, which may be gone."""
+        if self.background is not None:
+            self.background.wait()
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Has ``action`` done on this rank once the save in the background is committed; now, if there is none."""
+        if self.background is None:
+            action()
+        else:
+            self.background.after(action)
+
+    def _write(self, tensors: dict[str, torch.Tensor], writer: _CommitWriter, group: dist.ProcessGroup | None) -> None:
         try:
-            with _quiet():
-                dcp.save(
-                    dict(tensors),
-                    storage_writer=writer,
-                    planner=_planner(),
-                    process_group=self.group,
-                    no_dist=not is_distributed(),
-                )
+            dcp.save(tensors, storage_writer=writer, planner=_planner(), process_group=group, no_dist=not is_distributed())
         except dcp.CheckpointException as exception:
             self._clean_up(writer)
-            raise _save_error(path, exception) from exception
+            raise _save_error(writer.target, exception) from exception
         except BaseException:
             self._clean_up(writer)
             raise
@@ -161,7 +188,15 @@ class CheckpointStore:
         return missing
 
     def remove(self, path: str | Path) -> None:
-        """Deletes a checkpoint (or a file, or a link) that ``save`` wrote; nothing when it is not there."""
+        """Deletes a checkpoint (or a file, or a link) that ``save`` wrote; nothing when it is not there.
+
+        While a save is in the background, it waits for that one's commit: there is always a checkpoint.
+        """
+        if self.background is not None and on_first_rank(lambda: self.background.is_busy, self.group):  # type: ignore[union-attr]
+            if rank_of(self.group) == 0:
+                self.background.after(lambda: commit.remove(Path(path)))
+            return
+        self.wait()  # which tells of a save that failed, instead of removing what is left
         on_first_rank(lambda: commit.remove(Path(path)), self.group)
 
     def is_complete(self, path: str | Path) -> bool:
@@ -183,7 +218,7 @@ class CheckpointStore:
 
     def _clean_up(self, writer: _CommitWriter) -> None:
         if rank_of(self.group) == 0:
-            commit.discard(writer._temporary)
+            commit.discard(writer.temporary)
 
 
 def difference(key: str, stored: TensorStorageMetadata, tensor: torch.Tensor, convert: bool = False) -> list[str]:
@@ -219,6 +254,11 @@ def _read(path: Path, metadata: Metadata, wanted: list[tuple[str, torch.Tensor]]
             cause, _ = next(iter(exception.failures.values()))
             raise ValueError(f"{path} cannot be read: {type(cause).__name__}: {cause}") from exception
         wanted = again
+
+
+def _clone(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo")
 
 
 def _planner() -> DefaultSavePlanner:
