@@ -2,6 +2,7 @@
 
 from lightning_5d.checkpoint.agree import CheckpointError
 from lightning_5d.checkpoint.convert import export_huggingface, export_lightning, import_huggingface, load_module
+from lightning_5d.checkpoint.latest import latest
 from lightning_5d.checkpoint.names import Names
 from lightning_5d.checkpoint.pretrained import PretrainedWeights, load_pretrained
 from lightning_5d.checkpoint.session import CheckpointSession
@@ -19,6 +20,7 @@ __all__ = [
     "export_huggingface",
     "export_lightning",
     "import_huggingface",
+    "latest",
     "load_module",
     "load_pretrained",
     "register_weight_map",

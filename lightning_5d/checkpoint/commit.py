@@ -155,20 +155,27 @@ def recover(target: Path) -> bool:
     return False
 
 
+def leftovers(parent: Path) -> list[Path]:
+    """What interrupted saves and removals left in ``parent``, and the next :func:`sweep` deletes."""
+    found = []
+    for entry in parent.iterdir() if parent.is_dir() else ():
+        match = _TEMPORARY.match(entry.name)
+        aside = re.match(r"^\.old-[0-9a-f]{12}-(.+)$", entry.name)
+        if (match and _is_left_behind(entry, match["host"], int(match["pid"]))) or (aside and is_complete(parent / aside[1])):
+            found.append(entry)
+    return found
+
+
 def sweep(parent: Path) -> list[Path]:
     """Deletes what interrupted saves and removals left in ``parent``; returns what it deleted.
 
     A directory goes when the process that wrote it is this one or gone, or, if it ran elsewhere, when nothing was written
     for ``STALE_AFTER_S``. One set aside goes when its checkpoint is there again.
     """
-    swept = []
-    for entry in parent.iterdir() if parent.is_dir() else ():
-        match = _TEMPORARY.match(entry.name)
-        aside = re.match(r"^\.old-[0-9a-f]{12}-(.+)$", entry.name)
-        if (match and _is_left_behind(entry, match["host"], int(match["pid"]))) or (aside and is_complete(parent / aside[1])):
-            discard(entry)
-            swept.append(entry)
-    return swept
+    found = leftovers(parent)
+    for entry in found:
+        discard(entry)
+    return found
 
 
 def write_durably(path: Path, content: bytes) -> None:

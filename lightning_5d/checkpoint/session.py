@@ -18,7 +18,7 @@ from torch import nn
 from lightning_5d.checkpoint import optimizers as optim
 from lightning_5d.checkpoint import state
 from lightning_5d.checkpoint.agree import CheckpointError, gather_objects, on_every_rank, on_first_rank, rank_of
-from lightning_5d.checkpoint.commit import FORMAT
+from lightning_5d.checkpoint.commit import FORMAT, leftovers
 from lightning_5d.checkpoint.names import Names, listing, plain
 from lightning_5d.checkpoint.rng import restore_rng, rng_tensors
 from lightning_5d.checkpoint.store import CheckpointStore
@@ -147,6 +147,9 @@ class CheckpointSession:
         self._path, self._strict, self._weights_due = path, True, True
         self._rest = entries.get("state_dict", {})
         rank_zero_info(f"Opened {path}, written under {self._entry['layout']} at step {entries.get('global_step')}")
+        if rank_of(self.store.group) == 0 and (left := leftovers(path.resolve().parent)):
+            names = ", ".join(entry.name for entry in left)
+            rank_zero_warn(f"{path.parent} holds an interrupted save ({names}); it is not used, and the next save deletes it.")
         return {**entries, "state_dict": dict(self._rest), **{name: {} for name in self._entry["sharded_entries"]}}
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_5d.checkpoint import commit
+from lightning_5d.checkpoint import commit, latest
 
 
 def make(directory: Path, content: str = "a", global_step: int = 1) -> Path:
@@ -114,3 +114,14 @@ def test_errors_name_what_is_wrong_and_what_is_whole(tmp_path: Path) -> None:
             commit.read_complete(tmp_path / name)
         assert str(info.value).endswith("step9.ckpt, step10.ckpt")
     assert [entry.name for entry in commit.complete_checkpoints(tmp_path)] == ["step9.ckpt", "step10.ckpt"]
+
+
+def test_the_latest_is_the_one_with_the_most_steps_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert latest(tmp_path) is None
+    for step in (10, 9):
+        make(tmp_path / f"step{step}.ckpt", global_step=step)
+    make(tmp_path / "step11.ckpt", global_step=11)
+    (tmp_path / "step11.ckpt" / ".metadata").write_text("truncated or not")
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match=r"Not resuming from step11\.ckpt: .*damaged"):
+        assert latest(tmp_path) == tmp_path / "step10.ckpt"
+    assert "step10.ckpt, at step 10" in caplog.text
