@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lightning_5d.checkpoint import CheckpointSession
 from lightning_5d.gradients import Gradients, check_tied_groups, find_tied, tied_across_stages
+from lightning_5d.kernels import use_kernels
 from lightning_5d.layout import Layout, check_model
 from lightning_5d.lightning_private import SigtermAgreement, settle_results, silence_sync_dist_hint
 from lightning_5d.mesh import Mesh, build_mesh, host_group_along_pp
@@ -51,6 +52,7 @@ class LayoutStrategy(ParallelStrategy):
         split: layers per pipeline stage, such as ``[9, 8, 8, 7]``; even when not given.
         loss_weighting: "target": the loss of a split batch is the loss of the whole batch, each replica and micro-batch weighted
             by its valid targets. "replica": each data-parallel replica counts the same, as under DDP.
+        kernels: fused operations to put into the model: "auto", "all", "none" or names. See docs/kernels.md.
         process_group_backend: of ``torch.distributed``; by the device when not given.
         timeout_s: of collectives, in seconds.
 
@@ -64,6 +66,7 @@ class LayoutStrategy(ParallelStrategy):
         plan: ParallelPlan | None = None,
         split: list[int] | None = None,
         loss_weighting: Literal["target", "replica"] = "target",
+        kernels: str | list[str] = "none",
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
         accelerator: Accelerator | None = None,
@@ -77,6 +80,7 @@ class LayoutStrategy(ParallelStrategy):
         self.layout = Layout.parse(layout) if isinstance(layout, str) else layout
         refuse_layout(self.layout)
         self.plan, self.split, self.loss_weighting = plan, split, loss_weighting
+        self.kernels = kernels
         self.num_nodes = 1
         self.model_shape: ModelShape | None = None
         self.grad_norm: Tensor | None = None
@@ -216,6 +220,12 @@ class LayoutStrategy(ParallelStrategy):
         self._checkpoints.take_names(module)
         self._tied = find_tied(module)
         mesh = self.mesh
+        for part in module.modules():
+            if getattr(getattr(part, "config", None), "use_cache", False):
+                part.config.use_cache = False  # type: ignore[union-attr]  # a cache of keys and values a micro-batch, never read
+        if self.kernels != "none":
+            group = mesh.group("tp") if self.layout.tp > 1 else None
+            use_kernels(module, self.kernels, vocab_group=group, verbose=self.is_global_zero)
         self._parts = parallelize(module, plan, self.layout, mesh, materializer, self.split, compute_dtype)
         host_group = host_group_along_pp(mesh, self.root_device.type)
         hidden_dtype = dtype or compute_dtype or torch.float32

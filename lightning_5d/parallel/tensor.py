@@ -202,7 +202,8 @@ class TensorParallel:
         enter = collectives.gather_sequence if self.sequence_parallel else collectives.copy_to_group
         columns = _chunk_sizes(head.get_parameter("weight").shape[0], self.mesh.size())
         head.register_forward_pre_hook(self._on_first_tensor(enter), with_kwargs=True)
-        head.register_forward_hook(lambda m, args, out: collectives.gather_last(out, self.group, columns))
+        # A fused loss gives a scalar in place of logits: nothing to gather.
+        head.register_forward_hook(lambda m, args, out: collectives.gather_last(out, self.group, columns) if out.ndim else out)
 
     def _on_first_tensor(self, collective: Any) -> Any:
         """A pre-hook that passes the first floating tensor among the arguments through a collective."""

@@ -183,3 +183,10 @@ def test_a_vocabulary_that_tp_does_not_divide(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["pp2", "pp2_mbs2", "dp2_pp2_zero1", "pp4", "dp2_zero2_mbs2"])
 def test_a_ragged_last_batch_in_an_accumulation(layout: str) -> None:
     check(layout, hand, accumulate_grad_batches=2, data={"num_rows": 30})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero0", "tp2", "tp2_nosp", "pp2", "tp2_pp2", "dp2_zero3"])
+@pytest.mark.parametrize("model", ["llama_tied", "hugging_face"])
+def test_kernels_change_nothing(layout: str, model: str) -> None:
+    check(layout, MODELS[model], strategy={"kernels": "auto"})
