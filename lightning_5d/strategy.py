@@ -36,7 +36,7 @@ from lightning_5d.lightning_private import SigtermAgreement, settle_results, sil
 from lightning_5d.mesh import Mesh, build_mesh, host_group_along_pp
 from lightning_5d.parallel.materialize import Materializer, broadcast_from_rank_zero
 from lightning_5d.parallel.parallelize import Parallelized, parallelize
-from lightning_5d.pipeline.metrics import connect_metrics
+from lightning_5d.pipeline.metrics import check_metrics, connect_metrics
 from lightning_5d.pipeline.step import StepRunner
 from lightning_5d.plan import ModelShape, ParallelPlan, find_plan, shape_of
 from lightning_5d.precision import layout_precision
@@ -191,7 +191,7 @@ class LayoutStrategy(ParallelStrategy):
             self._sigterm = SigtermAgreement(trainer, self._stop_if_asked) if self.world_size > 1 else None
         silence_sync_dist_hint()
         hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        sources = [source for source in (module, trainer.datamodule) if source is not None]
+        sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
         self._batch_stays = self.root_device.type == "cpu" and not any(is_overridden(h, s) for h in hooks for s in sources)
         settle_results(trainer)
         self.setup_precision_plugin()
@@ -210,6 +210,7 @@ class LayoutStrategy(ParallelStrategy):
             layers = len(list(module.get_submodule(plan.layers).children()))
             check_model(self.layout, num_heads=plan.num_heads, num_kv_heads=plan.num_kv_heads, num_layers=layers)
         assert self._checkpoints is not None
+        check_metrics(module)
         dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None
         compute_dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
         materializer = Materializer(module, self.root_device, dtype)
@@ -272,6 +273,14 @@ class LayoutStrategy(ParallelStrategy):
         if self._batch_stays:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Refuses a training batch size that does not split as the layout says. A ragged last batch splits as it can."""
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        size = getattr(dataloader, "batch_size", None) or getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
+        if trainer is not None and trainer.training and isinstance(size, int):
+            check_model(self.layout, batch_size_per_replica=size)
+        return dataloader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of a batch. The gradients are set aside until :meth:`backward`, behind Lightning's zero_grad."""

@@ -133,6 +133,11 @@ class ShardedLoader:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self._loader_options = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences in this rank's part of a batch."""
+        return self.order.global_batch_size // self.dp_size
+
     def __len__(self) -> int:
         """Batches in a whole epoch."""
         return self.order.num_batches(self.dp_size)

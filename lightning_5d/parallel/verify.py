@@ -73,7 +73,10 @@ def _whole_forward(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
 ) -> Any:
-    state = {n: p.detach().full_tensor() if isinstance(p, DTensor) else p for n, p in layer.named_parameters()}
+    state: dict[str, Tensor] = {}
+    for name, parameter in layer.named_parameters():
+        data = parameter.data
+        state[name] = data.full_tensor() if isinstance(data, DTensor) else data
     state |= dict(layer.named_buffers())
     if sequence_parallel:
         if args:

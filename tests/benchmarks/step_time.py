@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import lightning_5d  # noqa: F401
+import lightning_5d
 import lightning_5d.strategy  # noqa: F401
 from lightning_5d.models import Llama, LlamaConfig, LlamaModule
 from lightning_5d.models.llama import rotary_tables
@@ -43,7 +43,9 @@ from tests.ranks import run_ranks
 
 SIZES = {
     # about 5 ms a step: what a host costs shows here
-    "tiny": dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4),
+    "tiny": dict(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
+    ),
     # about 5 million parameters, 0.5 s a step
     "small": dict(
         vocab_size=1024, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8
@@ -88,11 +90,15 @@ def bare_tensor_parallel(model: Llama) -> nn.Module:
     for layer in model.layers:
         plan = {
             "input_layernorm": SequenceParallel(),
-            "self_attn": PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)),
+            "self_attn": PrepareModuleInput(
+                input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
             "post_attention_layernorm": SequenceParallel(),
             "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         }
-        plan |= {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"} | {f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
+        plan |= {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"} | {
+            f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")
+        }
         plan |= {n: RowwiseParallel(output_layouts=Shard(1)) for n in ("self_attn.o_proj", "mlp.down_proj")}
         parallelize_module(layer, mesh, plan)
     return model
