@@ -82,29 +82,24 @@ def read_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sour
     files, wanted = find_files(folder), list(tensors)
     converted: set[str] = set()
     with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
-
-        def slice_of(name: str) -> Any:
-            file = files[name]
-            if file not in opened:
-                opened[file] = stack.enter_context(_open(file))
-            return opened[file].get_slice(name)
-
-        _check(folder, wanted, sources, files, slice_of)
-        for fqn, tensor in wanted:
-            local, box = (tensor.to_local() if isinstance(tensor, DTensor) else tensor), Box.of(tensor)
-            if local.numel() == 0:
+        opened = {file: stack.enter_context(_open(file)) for file in set(files.values())}
+        _check(folder, wanted, sources, files, lambda name: opened[files[name]].get_slice(name))
+    for fqn, tensor in wanted:
+        local, box = (tensor.to_local() if isinstance(tensor, DTensor) else tensor), Box.of(tensor)
+        if local.numel() == 0:
+            continue
+        for source in sources[fqn]:
+            rows = box.rows(source) if tensor.ndim else (slice(None), slice(None))
+            if rows is None:
                 continue
-            for source in sources[fqn]:
-                rows = box.rows(source) if tensor.ndim else (slice(None), slice(None))
-                if rows is None:
-                    continue
-                theirs = (rows[0], *(slice(o, o + n) for o, n in zip(box.offset[1:], box.shape[1:], strict=True)))
-                content = slice_of(source.name)[theirs] if tensor.ndim else slice_of(source.name)[...]
+            theirs = (rows[0], *(slice(o, o + n) for o, n in zip(box.offset[1:], box.shape[1:], strict=True)))
+            # Opened for each tensor: what was mapped for it is given back before the next.
+            with _open(files[source.name]) as file, torch.no_grad():
+                content = file.get_slice(source.name)[theirs if tensor.ndim else ...]
                 if content.dtype != local.dtype:
                     converted.add(f"{_short(content.dtype)} to {_short(local.dtype)}")
-                with torch.no_grad():
-                    (local[rows[1]] if tensor.ndim else local).copy_(content)
+                (local[rows[1]] if tensor.ndim else local).copy_(content)
+                del content
     return converted
 
 

@@ -28,8 +28,8 @@ def resumable(dataloader: Any) -> Any:
     """A loader of the same samples per batch that resumes exactly, under any data-parallel size; or ``dataloader`` itself.
 
     Replaced is a plain DataLoader over a map-style data set with the DistributedSampler that Lightning (or the user) gave it.
-    Shuffling, seed, replicas and ``drop_last`` are the sampler's and the loader's. A last batch that is kept though it is not full
-    is cut to a multiple of the replicas, where the sampler would repeat samples. A data set may have an attribute
+    Shuffling, seed, replicas and ``drop_last`` are the sampler's and the loader's. A last batch that is kept though not full is
+    cut to a multiple of the replicas, where the sampler would repeat samples. A data set may have an attribute
     ``fingerprint``, a text that changes with its contents: a checkpoint then refuses other contents, not only another size.
     """
     if type(dataloader) is not DataLoader or type(dataloader.sampler) is not DistributedSampler:
@@ -55,10 +55,15 @@ class ResumableLoader(PositionedLoader):
         fingerprint = str(getattr(like.dataset, "fingerprint", ""))
         super().__init__(like.dataset, order, dp_rank, dp_size, fingerprint=fingerprint)
         self._batches = _Batches(order, dp_rank, dp_size)
-        # A generator of its own: else an iteration would draw from the random numbers of training, and a resumed run one number more.
+        # A generator of its own: else an iteration would draw from training's random numbers, and a resumed run one more.
         self._generator = torch.Generator()
         options = {name: getattr(like, name) for name in _OPTIONS}
-        self._fetcher = DataLoader(like.dataset, batch_sampler=self._batches, generator=self._generator, **options)  # type: ignore[arg-type]
+        self._fetcher: DataLoader = DataLoader(
+            like.dataset,
+            batch_sampler=self._batches,
+            generator=self._generator,
+            **options,  # type: ignore[arg-type]
+        )
 
     @property
     def batch_size(self) -> int:

@@ -23,6 +23,7 @@ from lightning_5d.checkpoint import CheckpointSession
 from lightning_5d.checkpoint.huggingface_read import Box
 from lightning_5d.checkpoint.state import collect
 from lightning_5d.data.position import GlobalOrder, PositionedLoader
+from lightning_5d.data.resumable import resumable
 from lightning_5d.layout import Layout
 from lightning_5d.models import Llama, LlamaConfig
 from lightning_5d.strategy import LayoutStrategy
@@ -40,6 +41,11 @@ LAYOUTS = {
     "dp2_tp2_pp2_zero1": 8,
     "dp2_tp2_pp2_zero3": 8,
 }
+
+
+class Resuming(LayoutStrategy):
+    def process_dataloader(self, dataloader: object) -> object:
+        return resumable(dataloader) if self.lightning_module.trainer.training else dataloader  # type: ignore[union-attr]
 
 
 class Rows(Dataset):
@@ -178,7 +184,7 @@ def trainer_of(layout: str | None, folder: Path, callbacks: list[L.Callback], **
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_5d"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    strategy = "auto" if layout is None else LayoutStrategy(layout)
+    strategy = "auto" if layout is None else Resuming(layout)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"num_sanity_val_steps": 0, "limit_val_batches": 0, "max_epochs": -1, "default_root_dir": folder}
     devices = 1 if layout is None else Layout.parse(layout).resolve(LAYOUTS[layout]).world_size
