@@ -165,11 +165,10 @@ class LogExchange:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(vector)
         self._check_alike(vector[2] - signature * self.num_replicas, items)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            if extremes:
-                peaks = self._vector([value for _, _, value in extremes])
-                dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-                extremes = [(slot, sign, peaks[index]) for index, (slot, sign, _) in enumerate(extremes)]
+        if dist.is_initialized() and dist.get_world_size() > 1 and extremes:
+            peaks = self._vector([value for _, _, value in extremes])
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+            extremes = [(slot, sign, peaks[index]) for index, (slot, sign, _) in enumerate(extremes)]
         for slot, sign, value in extremes:
             vector[slot] = sign * value
         values_out = vector.float().unbind()

@@ -10,8 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
+
+
+def check_metrics(module: nn.Module) -> None:
+    """Raises ``ValueError`` for a metric on the meta device: nothing says what its state begins with."""
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and any(isinstance(d, Tensor) and d.is_meta for d in metric._defaults.values()):
+            raise ValueError(
+                f"the metric {name!r} ({type(metric).__name__}) was built in configure_model, where everything is built on the "
+                "meta device, without values: build metrics in __init__"
+            )
 
 
 def connect_metrics(

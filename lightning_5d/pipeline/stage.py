@@ -182,22 +182,34 @@ class Stage(nn.Module):
             raise ValueError("the step ended without calling the layers: a pipeline stage has nothing to send on")
         return out
 
-    def tokens_shape(self, module: nn.Module, plan: ParallelPlan, step: Any) -> torch.Size:
-        """Runs ``step()`` up to the embedding and returns the shape of its ids, ``(micro-batch, sequence)``."""
+    def probe(self, module: nn.Module, plan: ParallelPlan, step: Any) -> tuple[torch.Size, bool]:
+        """Runs ``step()`` up to the embedding: the shape of its ids, ``(micro-batch, sequence)``, and whether the model was
+        given ``labels`` to compute the loss itself.
+        """
         assert plan.embedding is not None
+        has_labels = False
 
         def see(embedding: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids = args[0] if args else next(iter(kwargs.values()))
             raise TokensSeen(ids.shape)
 
-        handle = module.get_submodule(plan.embedding).register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+        def note_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal has_labels
+            has_labels = has_labels or kwargs.get("labels") is not None
+
+        names = plan.embedding.split(".")
+        around = [module.get_submodule(".".join(names[:i])) for i in range(1, len(names))]
+        handles = [part.register_forward_pre_hook(note_labels, with_kwargs=True, prepend=True) for part in around]
+        embedding = module.get_submodule(plan.embedding)
+        handles.append(embedding.register_forward_pre_hook(see, with_kwargs=True, prepend=True))
         try:
             with torch.no_grad():
                 step()
         except TokensSeen as seen:
-            return seen.shape
+            return seen.shape, has_labels
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         raise ValueError(
             f"the step never called its embedding {plan.embedding!r}: pipeline parallelism cannot find the tokens' shape"
         )

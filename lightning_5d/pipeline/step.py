@@ -58,6 +58,7 @@ class StepRunner:
         self.in_step = False
         self._stop_requests = DelayedFlag(device)
         self._token_shapes: dict[Any, torch.Size] = {}
+        self._labels_shifted: dict[str, bool] = {}
         self._checked_batch_format = False
         self._captures = dist.get_world_size() > 1
         self._may_hold_no_target: bool | None = None
@@ -120,7 +121,7 @@ class StepRunner:
         mbs = self.layout.mbs or (1 if self.layout.pp > 1 else None)
         count = rows // microbatch_rows(rows, mbs)
         batches = split_batch(batch, count)
-        weights = self._weights(batch, count)
+        weights = self._weights(name, batch, count, lambda: step(batches[0], *rest))
         guarded = weights is not None and before_last_backward is not None and self._may_hold_no_target is not False
         self._may_hold_no_target = None
         hidden_shape = self._hidden_shape(batches[0], lambda: step(batches[0], *rest))
@@ -192,18 +193,23 @@ class StepRunner:
     def look_on_host(self, batch: Any) -> None:
         """Sees the next batch before it moves to the device: most have a target in each sequence, and need no guard."""
         if not callable(getattr(self.module, "num_targets", None)):
-            self._may_hold_no_target = may_hold_no_target(batch, self._labels_shifted_by_model)
+            self._may_hold_no_target = may_hold_no_target(batch, self.plan is not None and self.plan.labels_shifted_by_model)
 
-    @property
-    def _labels_shifted_by_model(self) -> bool:
-        return self.plan is not None and self.plan.labels_shifted_by_model
+    def _labels_shifted_by_model(self, name: str, step: Callable[[], Any]) -> bool:
+        """Whether the model, which would shift labels, is given any: with a loss of the user's own it is not."""
+        if self.plan is None or not self.plan.labels_shifted_by_model:
+            return False
+        if name not in self._labels_shifted:
+            with self.recorder:
+                self._labels_shifted[name] = self.stage.probe(self.module, self.plan, step)[1]
+        return self._labels_shifted[name]
 
     def _guard_logits(self, head: Any, args: Any, logits: Any) -> Any:
         if self._empty is None or not isinstance(logits, Tensor) or not logits.requires_grad:
             return logits
         return stop_gradient_where(logits, self._empty)
 
-    def _weights(self, batch: Any, count: int) -> LossWeights | None:
+    def _weights(self, name: str, batch: Any, count: int, step: Callable[[], Any]) -> LossWeights | None:
         if count == 1 and self.mesh.size("dp") == 1:
             return None
         num_targets = getattr(self.module, "num_targets", None)
@@ -214,7 +220,7 @@ class StepRunner:
         else:
             if not self._checked_batch_format:
                 self._check_batch_format(batch)
-            counts = count_targets(batch, count, self._labels_shifted_by_model, self.device)
+            counts = count_targets(batch, count, self._labels_shifted_by_model(name, step), self.device)
         return LossWeights(counts, self.mesh.group("dp") if self.mesh.size("dp") > 1 else None, self.replica_weighting)
 
     def _check_batch_format(self, batch: Any) -> None:
@@ -243,7 +249,7 @@ class StepRunner:
         key = tuple(shapes)
         if key not in self._token_shapes:
             with self.recorder:
-                tokens = self.stage.tokens_shape(self.module, self.plan, step)
+                tokens, _ = self.stage.probe(self.module, self.plan, step)
             if len(tokens) != 2:
                 raise ValueError(f"the embedding is called with ids of shape {tuple(tokens)}, expected [batch, seq]")
             check_model(self.layout, seq_len=tokens[1])

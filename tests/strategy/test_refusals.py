@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
+from torchmetrics import SumMetric
 
 from lightning_5d.strategy import LayoutStrategy
 from tests.parity.harness import Data, trainer_of
@@ -90,6 +91,11 @@ class Triples(HandWritten):
         return super().training_step({"input_ids": batch[0], "labels": batch[1]}, batch_idx)
 
 
+class LateMetric(HandWritten):
+    def configure_model(self) -> None:
+        self.late = SumMetric()
+
+
 class NoLayers(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -128,6 +134,7 @@ def zero_loss_weighting() -> LayoutStrategy:
         (2, "dp2", LogsPerReplica, ["different names on different ranks"]),
         (2, "pp2", LogsSometimes, ["'rarely'|different names"]),
         (2, "dp2", Triples, ["num_targets"]),
+        (1, "zero0", LateMetric, ["'late'", "in __init__"]),
         (2, "tp2", NoLayers, ["no list of layers"]),
     ],
 )

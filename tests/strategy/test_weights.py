@@ -25,13 +25,13 @@ class OnMeta(HandWritten):
     def __init__(self) -> None:
         super(HandWritten, self).__init__()
         self.lr = 0.1
+        self.mean_loss = MeanMetric()
 
     def configure_model(self) -> None:
         if not hasattr(self, "blocks"):
-            trainer = self.trainer
+            trainer, metric = self.trainer, self.mean_loss
             HandWritten.__init__(self)
-            self.trainer = trainer
-            self.mean_loss = MeanMetric().to("cpu")
+            self.trainer, self.mean_loss = trainer, metric
 
 
 def tied_llama() -> Any:
