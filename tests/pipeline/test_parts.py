@@ -1,0 +1,105 @@
+"""The parts of the pipeline, each on its own: layer splits, micro-batches, weights, records of logs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_5d.layout import LayoutError
+from lightning_5d.pipeline.logs import LogItem, LogRecorder, _signature
+from lightning_5d.pipeline.microbatch import (
+    LossWeights,
+    count_targets,
+    may_hold_no_target,
+    microbatch_rows,
+    num_rows,
+    split_batch,
+    stop_gradient_where,
+)
+from lightning_5d.pipeline.stage import StageCut, split_layers
+
+CPU = torch.device("cpu")
+
+
+def test_layers_are_shared_out_each_once() -> None:
+    for num_layers in range(1, 40):
+        for num_stages in range(1, num_layers + 1):
+            parts = split_layers(num_layers, num_stages)
+            assert [i for part in parts for i in part] == list(range(num_layers))
+            sizes = [len(part) for part in parts]
+            assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert split_layers(4, 2, [3, 1]) == [range(3), range(3, 4)]
+
+
+@pytest.mark.parametrize("split", [[2, 2, 0], [4], [2, 1], [5, -1], [1, 1, 2]])
+def test_a_split_that_does_not_add_up_is_refused(split: list[int]) -> None:
+    with pytest.raises(LayoutError, match=r"split=.*4 layers"):
+        split_layers(4, 2, split)
+
+
+def test_a_batch_is_split_by_its_rows_whatever_it_is_made_of() -> None:
+    batch = {"x": torch.arange(12).view(6, 2), "mask": [torch.ones(6), torch.ones(3)], "scalar": torch.tensor(1.0), "name": "a"}
+    parts = split_batch(batch, 3)
+    assert torch.equal(torch.cat([p["x"] for p in parts]), batch["x"]) and all(p["mask"][0].shape == (2,) for p in parts)
+    assert all(p["mask"][1].shape == (3,) and p["scalar"].ndim == 0 and p["name"] == "a" for p in parts)
+    assert split_batch(batch, 1)[0] is batch and num_rows((torch.tensor(2), torch.ones(5, 1))) == 5
+    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
+        num_rows({"x": torch.tensor(1.0)})
+
+
+def test_rows_of_a_micro_batch() -> None:
+    assert [microbatch_rows(8, m) for m in (None, 1, 2, 3, 8, 9)] == [8, 1, 2, 2, 8, 8]
+    assert [microbatch_rows(r, 4) for r in (6, 7, 1, 12)] == [3, 1, 1, 4]
+
+
+def test_targets_are_counted_per_micro_batch() -> None:
+    labels = torch.tensor([[-100, 1, 2], [3, -100, -100], [4, 5, 6], [-100, -100, -100]])
+    assert count_targets({"labels": labels}, 2, False, CPU).tolist() == [3, 3]
+    assert count_targets({"labels": labels}, 4, True, CPU).tolist() == [2, 0, 2, 0]
+    assert count_targets({"labels": labels.t().contiguous().t()}, 4, False, CPU).tolist() == [2, 1, 3, 0]
+    assert count_targets((labels,), 2, False, CPU).tolist() == [2, 2]
+    weights = LossWeights(torch.tensor([3.0, 0.0, 1.0]), None, False)
+    assert weights.all.tolist() == [0.75, 0.0, 0.25] and weights.empty.tolist() == [False, True, False]
+    assert LossWeights(torch.zeros(2), None, False).all.tolist() == [0.0, 0.0]
+
+
+def test_sequences_without_targets_are_seen_on_the_host() -> None:
+    labels = torch.tensor([[1, -100], [2, 3]])
+    assert may_hold_no_target({"labels": labels}, True) is True and may_hold_no_target({"labels": labels}, False) is False
+    assert may_hold_no_target({"labels": torch.full((1, 2), -100)}, False) is True
+    assert may_hold_no_target((labels,), False) is None and may_hold_no_target({"labels": labels.to("meta")}, False) is None
+
+
+def test_a_gradient_is_stopped_even_if_it_is_not_a_number() -> None:
+    x = torch.ones(3, requires_grad=True)
+    for empty, expected in ((True, 0.0), (False, float("nan"))):
+        x.grad = None
+        (stop_gradient_where(x, torch.tensor(empty)) * float("nan")).sum().backward()
+        assert torch.allclose(x.grad, torch.full((3,), expected), equal_nan=True)
+
+
+def test_a_cut_passes_through_what_users_catch() -> None:
+    with pytest.raises(StageCut):
+        try:
+            raise StageCut(torch.ones(1))
+        except Exception:
+            pytest.fail("caught by 'except Exception'")
+
+
+def test_a_recorder_stands_in_for_log_and_leaves_no_trace() -> None:
+    module = nn.Module()
+    with LogRecorder(module) as recorder:
+        module.log("a", torch.tensor([2.0], requires_grad=True), True, on_epoch=True, sync_dist=True)
+        recorder.microbatch = 1
+        module.log("a", 3, batch_size=5)
+    assert "log" not in module.__dict__
+    record = recorder.records["a"]
+    assert {i: float(v) for i, v in record.values.items()} == {0: 2.0, 1: 3.0} and record.batch_size == 5
+    assert record.item.arguments == (("on_epoch", True), ("prog_bar", True)) and record.item.reduction == "mean"
+
+
+def test_signatures_differ_with_what_is_logged() -> None:
+    items = [LogItem(n, r, None, True, b, ()) for n in ("a", "b") for r in ("mean", "sum") for b in (True, False)]
+    assert len({_signature([i]) for i in items}) == len(items)
+    assert _signature(items) != _signature(items[::-1]) and 0 <= _signature(items) < 2**40
