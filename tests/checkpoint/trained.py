@@ -210,7 +210,8 @@ def run(
             ModelCheckpoint(folder, "{step}", monitor="train_loss", save_top_k=2, every_n_train_steps=every, save_last="link")
         )
     fit_options = {"weights_only": options.pop("weights_only", None)}
-    trainer = trainer_of(layout, folder, callbacks, max_steps=max_steps, enable_checkpointing=every is not None, **options)
+    options["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    trainer = trainer_of(layout, folder, callbacks, max_steps=max_steps, **options)
     module = Hard() if module is None else module
     trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path, **fit_options)
     if save_to is not None:
