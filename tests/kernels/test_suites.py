@@ -14,12 +14,16 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SUITES = {"reference": {}, "interpreter": {"TRITON_INTERPRET": "1"}, "ahead_of_time": {}}
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+SUITES = {"reference": {}, "interpreter": INTERPRETED, "ahead_of_time": {}}
+SLOW_SUITES = SUITES | {"interpreter_ranks": INTERPRETED}
 
 
 def run_suite(name: str, mark: str) -> None:
     files = sorted(str(path) for path in (HERE / name).glob("suite_*.py"))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")} | {"OMP_NUM_THREADS": "1"} | SUITES[name]
+    environment = (
+        {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")} | {"OMP_NUM_THREADS": "1"} | SLOW_SUITES[name]
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", mark, *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
@@ -32,6 +36,6 @@ def test_suite(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("name", SLOW_SUITES)
 def test_slow_suite(name):
     run_suite(name, "slow")
