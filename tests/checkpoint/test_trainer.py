@@ -4,6 +4,7 @@ import dataclasses
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_5d.checkpoint import PretrainedWeights, export_huggingface, export_lightning, latest, load_module
+from lightning_5d.checkpoint import (
+    CheckpointSession,
+    PretrainedWeights,
+    commit,
+    export_huggingface,
+    export_lightning,
+    latest,
+    load_module,
+)
 from tests.checkpoint.arranged import assemble, assert_same
-from tests.checkpoint.trained import LAYOUTS, Data, Hard, Record, run, state_of, trainer_of
+from tests.checkpoint.trained import LAYOUTS, Data, Hard, Record, Resuming, run, state_of, trainer_of
 from tests.ranks import RankFailed, run_ranks
 
 
@@ -207,6 +216,82 @@ def test_pretrained_weights_give_the_same_first_loss_every_way(tmp_path: Path) -
     for source in ("hf", "a.ckpt", "by hand"):
         for losses in run_ranks(4, start_from, "tp2_pp2", tmp_path, source):
             assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def from_and_to_huggingface(layout: str, folder: Path) -> None:
+    trainer = trainer_of(layout, folder, [PretrainedWeights(folder / "hf")], max_steps=0, enable_checkpointing=False)
+    trainer.fit(Hard(), datamodule=Data())
+    trainer.save_checkpoint(folder / f"{layout}.ckpt")
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2_pp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2", "dp2_zero3"))]
+)
+def test_hugging_faces_weights_come_back_bit_equal(tmp_path: Path, layout: str) -> None:
+    run_ranks(1, run, "dp1", tmp_path, 2, save_to=tmp_path / "a.ckpt")
+    export_huggingface(tmp_path / "a.ckpt", tmp_path / "hf", max_file_gib=5000 / 2**30)
+    run_ranks(LAYOUTS[layout], from_and_to_huggingface, layout, tmp_path)
+    export_huggingface(tmp_path / f"{layout}.ckpt", tmp_path / "again", max_file_gib=5000 / 2**30)
+    files = sorted(file.name for file in (tmp_path / "hf").iterdir())
+    assert len(files) > 4 and files == sorted(file.name for file in (tmp_path / "again").iterdir())
+    for file in files:
+        assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+
+
+# ---- in the background
+
+
+class InBackground(Resuming):
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._checkpoints = CheckpointSession(str(self.layout), background=True)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert self._checkpoints is not None and self.lightning_module is not None
+        training = self.lightning_module.trainer.training
+        self._checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers, background=training)
+
+    def teardown(self) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.close()
+        super().teardown()
+
+
+def train_in_background(folder: Path) -> tuple[list[float], int]:
+    """Every save takes as long as three steps; top-k removes what is older meanwhile."""
+    original, steps_meanwhile = commit.commit, 0
+
+    def slow(temporary: Path, target: Path) -> None:
+        deadline, start = time.monotonic() + 20, record.steps
+        while record.steps < min(start + 3, 11) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        nonlocal steps_meanwhile
+        steps_meanwhile = max(steps_meanwhile, record.steps - start)
+        original(temporary, target)
+
+    class Count(L.Callback):
+        steps = 0
+
+        def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+            self.steps = trainer.global_step
+
+    record, losses = Count(), Record()
+    commit.commit = slow
+    callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1, monitor="step", mode="max")
+    trainer = trainer_of(InBackground("tp2_pp2"), folder, [callback, losses, record], max_steps=12)
+    trainer.fit(Hard(), datamodule=Data())
+    commit.commit = original
+    return losses.losses, steps_meanwhile
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    (whole,) = run_ranks(1, run, "dp1", tmp_path / "whole", 12)
+    results = run_ranks(4, train_in_background, tmp_path)
+    torch.testing.assert_close(results[0][0], whole["losses"], rtol=1e-5, atol=0)
+    assert results[0][1] >= 3
+    left = [entry.name for entry in tmp_path.iterdir() if entry.name != "whole"]
+    assert left == ["step=12.ckpt"]
 
 
 # ---- interrupted

@@ -7,6 +7,7 @@ scheduler, a vocabulary that divides by nothing, five batches an epoch.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from lightning_5d.checkpoint.huggingface_read import Box
 from lightning_5d.checkpoint.state import collect
 from lightning_5d.data.position import GlobalOrder, PositionedLoader
 from lightning_5d.data.resumable import resumable
-from lightning_5d.layout import Layout
 from lightning_5d.models import Llama, LlamaConfig
 from lightning_5d.strategy import LayoutStrategy
 from tests.checkpoint.arranged import Pieces, pieces
@@ -179,15 +179,15 @@ def _copy(target: Tensor, whole: Tensor) -> None:
         local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))])
 
 
-def trainer_of(layout: str | None, folder: Path, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
-    """A quiet trainer; ``layout`` None is Lightning's own, for one device."""
+def trainer_of(layout: str | LayoutStrategy | None, folder: Path, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+    """A quiet trainer under a layout; None is Lightning's own strategy, for one device."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_5d"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    strategy = "auto" if layout is None else Resuming(layout)
+    strategy = Resuming(layout) if isinstance(layout, str) else layout or "auto"
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"num_sanity_val_steps": 0, "limit_val_batches": 0, "max_epochs": -1, "default_root_dir": folder}
-    devices = 1 if layout is None else Layout.parse(layout).resolve(LAYOUTS[layout]).world_size
+    devices = LAYOUTS[layout] if isinstance(layout, str) else int(os.environ["WORLD_SIZE"])
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, callbacks=callbacks, **{**quiet, **options})
 
 
