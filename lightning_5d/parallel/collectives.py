@@ -6,6 +6,7 @@ forward; the backward is its transpose.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +20,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+Run = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Nothing happens."""
+    return x.view_as(x)
+
+
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the group, in place."""
+    """Sum over the group. Of a copy: autograd may have given the same buffer to another branch."""
+    x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
 
@@ -48,70 +58,17 @@ def own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.narrow(SEQ_DIM, group.rank() * size, size).contiguous()
 
 
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """``run`` forward, its transpose backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A clone: autograd may have given the same buffer to another branch.
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, run: Run, transpose: Run) -> Tensor:
+        ctx.group, ctx.transpose = group, transpose
+        return run(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_sequence(grad, ctx.group), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(grad, ctx.group), None
-
-
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return own_part(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(grad, ctx.group), None
-
-
-class _MergeSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return own_part(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.transpose(grad, ctx.group), None, None, None
 
 
 class _GatherLast(torch.autograd.Function):
@@ -133,32 +90,32 @@ class _GatherLast(torch.autograd.Function):
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same whole tensor into each rank's part of a computation; gradients are summed (an all-reduce)."""
-    return _CopyToGroup.apply(x, group)
+    return _Collective.apply(x, group, same, all_reduce)
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of each rank's part of a computation (an all-reduce); gradients pass."""
-    return _ReduceFromGroup.apply(x, group)
+    return _Collective.apply(x, group, all_reduce, same)
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Parts of the sequence -> whole sequence into each rank's part of a computation; gradients are reduce-scattered."""
-    return _GatherSequence.apply(x, group)
+    return _Collective.apply(x, group, all_gather_sequence, reduce_scatter_sequence)
 
 
 def reduce_scatter_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of each rank's part of a computation, split over the sequence; gradients are gathered."""
-    return _ReduceScatterSequence.apply(x, group)
+    return _Collective.apply(x, group, reduce_scatter_sequence, all_gather_sequence)
 
 
 def split_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Whole sequence, equal on every rank -> this rank's part; gradients are gathered."""
-    return _SplitSequence.apply(x, group)
+    return _Collective.apply(x, group, own_part, all_gather_sequence)
 
 
 def merge_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Parts of the sequence -> whole sequence for a computation that every rank does alike; gradients are split."""
-    return _MergeSequence.apply(x, group)
+    return _Collective.apply(x, group, all_gather_sequence, own_part)
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:

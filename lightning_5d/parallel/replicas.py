@@ -95,8 +95,8 @@ class Replicas:
         late = [p for group in self._groups for p in group.unused if p.grad is not None]
         if late:
             raise ValueError(
-                f"{len(late)} parameters (the first of shape {tuple(late[0].shape)}) get their first gradient after the first step, "
-                "when replicas had agreed on what to reduce: let every parameter take part in the first step"
+                f"{len(late)} parameters (the first of shape {tuple(late[0].shape)}) get their first gradient after the first "
+                "step, when replicas had agreed on what to reduce: let every parameter take part in the first step"
             )
 
     def finish(self) -> None:
