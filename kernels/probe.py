@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,3 +169,36 @@ def _one_of(rotate: Callable) -> Callable:
         return rotate(x, x[:, :0], cos.squeeze(-3), sin.squeeze(-3), seq_dim=2)[0]
 
     return apply_rotary
+
+
+def is_next_token_loss(function: Callable) -> bool:
+    """Whether ``function(logits [b, s, v], labels [b, s])`` is the mean cross-entropy over the labels that are not -100."""
+    with _plain_torch():
+        logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, -100, 4], [0, 2, -100]])
+        try:
+            seen = function(logits, labels)
+        except Exception:
+            return False
+        return _close(seen, torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def rebind(function: Callable, replacements: dict[str, Callable]) -> Callable:
+    """A copy of ``function``, decorators included, in which the global names in ``replacements`` mean something else.
+
+    So one call inside a long forward is replaced, for one instance, without repeating the rest of that forward here.
+    Raises NotTheSame when a decorator hides the function it wraps.
+    """
+    assert isinstance(function, types.FunctionType)
+    inner = getattr(function, "__wrapped__", None)
+    closure, names = function.__closure__, function.__globals__
+    if inner is None:
+        # Without __name__, torch.compile takes these names from this dictionary, and not from the module of that name.
+        names = {k: v for k, v in names.items() if k != "__name__"} | replacements
+    else:
+        if not any(cell.cell_contents is inner for cell in closure or ()):
+            raise NotTheSame("a decorator hides its forward")
+        rebound = rebind(inner, replacements)
+        closure = tuple(types.CellType(rebound) if c.cell_contents is inner else c for c in closure or ())
+    new = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,28 +73,6 @@ def _gated_forward(module: nn.Module, gated: Callable, into: tuple[str, ...], do
     return getattr(module, down)(gated(*(getattr(module, name)(x) for name in into)))
 
 
-def rebind(function: Callable, replacements: dict[str, Callable]) -> Callable:
-    """A copy of ``function``, decorators included, in which the global names in ``replacements`` mean something else.
-
-    So one call inside a long forward is replaced, for one instance, without repeating the rest of that forward here.
-    Raises NotTheSame when a decorator hides the function it wraps.
-    """
-    assert isinstance(function, types.FunctionType)
-    inner = getattr(function, "__wrapped__", None)
-    closure, names = function.__closure__, function.__globals__
-    if inner is None:
-        # Without __name__, torch.compile takes these names from this dictionary, and not from the module of that name.
-        names = {k: v for k, v in names.items() if k != "__name__"} | replacements
-    else:
-        if not any(cell.cell_contents is inner for cell in closure or ()):
-            raise probe.NotTheSame("a decorator hides its forward")
-        rebound = rebind(inner, replacements)
-        closure = tuple(types.CellType(rebound) if c.cell_contents is inner else c for c in closure or ())
-    new = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    new.__kwdefaults__ = function.__kwdefaults__
-    return new
-
-
 class _Swapper:
     def __init__(self, report: KernelReport, operations: dict[str, Callable], vocab_group: dist.ProcessGroup | None):
         self.report, self.operations, self.vocab_group = report, operations, vocab_group
@@ -144,12 +121,15 @@ class _Swapper:
         if not callable(function):
             raise probe.NotTheSame(f"{name} in its forward is no function of its module")
         replacement = probe.rotary_replacement(function, self.operation("rotary"))
-        self.put(path, module, "rotary", functools.partial(rebind(forward, {name: replacement}), module))
+        self.put(path, module, "rotary", functools.partial(probe.rebind(forward, {name: replacement}), module))
 
     def linear_cross_entropy(self, path: str, module: nn.Module) -> None:
-        if causal_lm.computes_its_loss(module):
-            fused = causal_lm.FusedLoss(module, self.operation("linear_cross_entropy"), self.vocab_group)
-            self.report._undo.append(fused.install())
+        operation = self.operations.get("linear_cross_entropy")
+        if operation is None or (self.vocab_group is not None and self.report.backend != "lightning_5d"):
+            return  # noted once, for the whole model
+        undo = causal_lm.fuse(module, operation, self.vocab_group)
+        if undo is not None:
+            self.report._undo.append(undo)
             self.report.replaced[path] = "linear_cross_entropy"
 
 
@@ -176,12 +156,12 @@ def use_kernels(
 ) -> KernelReport:
     """Puts fused operations into ``model``, in place, and returns (and prints, when ``verbose``) what was replaced and what not.
 
-    ``kernels`` is ``"auto"`` (every operation that fits somewhere), ``"all"`` (these and attention), ``"none"``, or names out
-    of ``KERNELS``, each of which must fit somewhere. ``backend`` is whose kernels they are: ``"lightning_5d"``, or ``"liger"``
-    or ``"quack"`` where installed. Modules are recognised by what they compute (see probe.py); one whose forward was already
-    replaced is left alone. Works before or after the model is initialised, sharded or moved; on the CPU, and without
-    Triton, the operations take their plain torch path. ``vocab_group`` is the group over which the head's rows are split,
-    if they are (see causal_lm.py).
+    ``kernels`` is ``"auto"`` (every operation that fits somewhere), ``"all"`` (all of ``KERNELS``), ``"none"``, or names out of
+    ``KERNELS``; what is asked for by name, or by ``"all"``, must fit somewhere. ``backend`` is whose kernels they are:
+    ``"lightning_5d"``, or ``"liger"`` or ``"quack"`` where installed. ``vocab_group`` is the group over which the head's rows are
+    split, if they are (see causal_lm.py). Modules are recognised by what they compute (see probe.py); one whose forward was
+    already replaced is left alone. Works before or after the model is initialised, sharded or moved; on the CPU, and without
+    Triton, the operations take their plain torch path.
     Raises ValueError on unknown names, backends that are not installed, and named operations that fit nowhere.
     """
     wanted = _wanted(kernels)
@@ -189,6 +169,11 @@ def use_kernels(
     operations = backends.operations(backend) if wanted else {}
     if wanted and not triton_is_installed():
         report.notes.append("Triton is not installed: operations run their plain torch reference, also on a GPU")
+    if "linear_cross_entropy" in wanted and backend != "lightning_5d":
+        if "linear_cross_entropy" not in operations:
+            report.notes.append(f"backend {backend!r} has no linear_cross_entropy")
+        elif vocab_group is not None:
+            report.notes.append(f"backend {backend!r} has no linear_cross_entropy over a split vocabulary")
     swapper = _Swapper(report, operations, vocab_group)
     for path, module in model.named_modules():
         for name in wanted:
@@ -197,7 +182,7 @@ def use_kernels(
             except probe.NotTheSame as reason:
                 report.left[path] = f"{name}: {reason}"
     missing = [name for name in wanted if not report.count(name)]
-    if missing and kernels not in ("auto", "all"):
+    if missing and kernels != "auto":
         why = [f"{path}: {reason}" for path, reason in report.left.items()][:3]
         report.undo()
         raise ValueError(f"use_kernels: {missing[0]} fits nowhere in {type(model).__name__}" + "".join(f"; {w}" for w in why))

@@ -166,6 +166,8 @@ def test_names():
     assert set(only.replaced.values()) == {"rms_norm"}
     with pytest.raises(ValueError, match="names 'rmsnorm', allowed are 'auto', 'all', 'none', 'rms_norm'"):
         quiet(llama(), ["rmsnorm"])
+    with pytest.raises(ValueError, match="linear_cross_entropy fits nowhere in Llama"):
+        quiet(llama(), "all")
     model = nn.Sequential(nn.RMSNorm(8), OddMLP())
     with pytest.raises(ValueError, match="swiglu fits nowhere in Sequential; 1: swiglu: it is no down"):
         quiet(model, ["rms_norm", "swiglu"])
@@ -224,6 +226,42 @@ def test_the_fused_loss_is_the_models_own():
     model.train()
     loss, gradients = loss_and_gradients(model, ids, ignored)
     assert loss == 0 and all(g.abs().sum() == 0 for g in gradients.values())
+
+
+@pytest.mark.slow
+def test_the_fused_loss_of_a_training_step():
+    """Our LlamaModule: fused in training, logits as ever in validation; a loss that means something else is left."""
+    from lightning_5d.models import LlamaModule
+    from lightning_5d.models import module as home
+
+    def made():
+        torch.manual_seed(0)
+        module = LlamaModule("tiny")
+        module.configure_model()
+        module.log = lambda *args, **kwargs: None
+        return module
+
+    module, plain = made(), made()
+    plain.load_state_dict(module.state_dict())
+    report = quiet(module, "all")
+    assert report.replaced[""] == "linear_cross_entropy"
+    ids, labels = batch()
+    for rows in (labels, torch.full_like(labels, -100)):
+        given = {"input_ids": ids, "labels": rows}
+        got, want = module.training_step(given, 0), plain.training_step(given, 0)
+        torch.testing.assert_close(got, want)
+        got.backward(), want.backward()
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert module(ids).dim() == 3
+    report.undo()
+    assert "training_step" not in vars(module) and "forward" not in vars(module.model.lm_head)
+    original = home.next_token_loss
+    try:
+        home.next_token_loss = lambda logits, labels: original(logits, labels) * 2
+        assert "is not the mean over" in quiet(module).left[""]
+    finally:
+        home.next_token_loss = original
 
 
 @pytest.mark.slow
