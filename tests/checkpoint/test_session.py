@@ -241,3 +241,43 @@ def save_under_different_names(folder: Path) -> None:
 def test_the_path_is_rank_0s(tmp_path: Path) -> None:
     run_ranks(2, save_under_different_names, tmp_path, init=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["loss=0.5.ckpt"]
+
+
+def test_compiled_blocks_have_plain_names(tmp_path: Path) -> None:
+    model = Model()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend="eager")
+    save_model(tmp_path / "a.ckpt", model, [torch.optim.AdamW(model.parameters())])
+    plain = Model()
+    resume(tmp_path / "a.ckpt", plain, [torch.optim.AdamW(plain.parameters())])
+    assert torch.equal(plain.layers[2].up.weight, model.layers[2]._orig_mod.up.weight)
+    for i, layer in enumerate(plain.layers):
+        plain.layers[i] = torch.compile(layer, backend="eager")
+    session = session_for(plain)
+    assert not any("_orig_mod" in name for name in session.state_dict(plain))
+    session.open(tmp_path / "a.ckpt")
+    session.load_weights(plain)
+
+
+def save_average(path: Path) -> str:
+    """An average is stored like the weights, each rank its part; a shard anywhere else would be lost and is refused."""
+    arranged = Arranged("tp2_pp2")
+    session = CheckpointSession("tp2_pp2")
+    session.names = arranged.names
+    average = {name: parameter.detach() * 2 for name, parameter in arranged.module.named_parameters()}
+    session.save({"average": average}, path, arranged.module)
+    with pytest.raises(CheckpointError) as info:
+        session.save({"mine": {"list": [next(iter(average.values()))]}}, path, arranged.module)
+    return str(info.value)
+
+
+def test_further_entries_of_the_weights_shapes_are_sharded(tmp_path: Path) -> None:
+    for text in run_ranks(4, save_average, tmp_path / "a.ckpt", init=True):
+        assert "the checkpoint entry 'mine' holds a sharded tensor" in text
+    model, expected = Model(), Arranged("single").module
+    session = session_for(model)
+    assert session.open(tmp_path / "a.ckpt")["average"] == {}
+    session.load_weights(model)
+    assert torch.equal(model.embed.weight, expected.embed.weight)
+    session.load_entry("average", model)
+    assert torch.equal(model.embed.weight, expected.embed.weight * 2) and torch.equal(model.scale, expected.scale)

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -24,6 +25,7 @@ from lightning_5d.checkpoint import (
     latest,
     load_module,
 )
+from lightning_5d.checkpoint.commit import is_complete
 from tests.checkpoint.arranged import assemble, assert_same
 from tests.checkpoint.trained import LAYOUTS, Data, Hard, Record, Resuming, run, state_of, trainer_of
 from tests.ranks import RankFailed, run_ranks
@@ -323,6 +325,33 @@ def test_a_killed_run_goes_on_from_the_latest_complete_checkpoint(tmp_path: Path
     results = run_ranks(2, train_until_killed, tmp_path, done + 2, None)
     assert all(len(result["losses"]) == 2 for result in results)
     assert results[0]["lrs"][0] == (whole["lrs"][done] if done < 40 else results[0]["lrs"][0])
+
+
+def train_under_slurm(folder: Path, signal_at: int | None) -> tuple[list[float], list[int]]:
+    rank = os.environ["RANK"]
+    os.environ.update(SLURM_NTASKS="2", SLURM_JOB_ID="7", SLURM_JOB_NAME="train", SLURM_NODELIST="127.0.0.1", SLURM_NODEID="0")
+    os.environ.update(SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NTASKS_PER_NODE="2")
+    at_step: list[int] = []
+
+    class Requeue(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+            at_step.append(trainer.global_step)
+            if trainer.global_step == signal_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                trainer.should_stop = True
+
+    record = Record()
+    environment = SLURMEnvironment(requeue_signal=signal.SIGUSR1)
+    trainer = trainer_of("tp2", folder, [record, Requeue()], max_steps=6, plugins=[environment], enable_checkpointing=False)
+    trainer.fit(Hard(), datamodule=Data())
+    return record.losses, at_step
+
+
+def test_a_signal_from_slurm_saves_and_the_requeued_job_goes_on(tmp_path: Path) -> None:
+    run_ranks(2, train_under_slurm, tmp_path, 3)
+    assert is_complete(tmp_path / "hpc_ckpt_1.ckpt")
+    results = run_ranks(2, train_under_slurm, tmp_path, None)
+    assert all(steps == [3, 4, 5] for _, steps in results)
 
 
 def train_again(folder: Path) -> None:
