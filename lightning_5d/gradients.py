@@ -160,22 +160,3 @@ def tied_across_stages(module: nn.Module, tied: list[list[str]], mesh: Mesh) -> 
         name = next(n for n in names if n in own)
         copies.append(TiedCopy(own[name], names[0], peer, is_second=mesh.pp_rank > peer))
     return copies
-
-
-def check_tied_groups(tied: Sequence[TiedCopy], optimizers: Sequence[torch.optim.Optimizer], mesh: Mesh) -> None:
-    """Raises ``ValueError`` when the copies of a tied parameter are in different parameter groups: they would drift apart."""
-    mine = {}
-    for copy in tied:
-        for index, optimizer in enumerate(optimizers):
-            for number, group in enumerate(optimizer.param_groups):
-                if any(p is copy.parameter for p in group["params"]):
-                    mine[copy.name] = (index, number)
-    everyone: list[dict[str, tuple[int, int]]] = [{} for _ in range(mesh.size("pp"))]
-    dist.all_gather_object(everyone, mine, group=mesh.group("pp"))
-    for name in {n for rank in everyone for n in rank}:
-        places = {rank[name] for rank in everyone if name in rank}
-        if len(places) > 1:
-            raise ValueError(
-                f"{name} is shared by two pipeline stages but its copies are in different parameter groups {sorted(places)}: "
-                "group parameters by shape or by the tied weight's first name, not by the name of one owner"
-            )

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_5d.checkpoint import CheckpointSession
-from lightning_5d.gradients import Gradients, check_tied_groups, find_tied, tied_across_stages
+from lightning_5d.gradients import Gradients, find_tied, tied_across_stages
 from lightning_5d.kernels import use_kernels
 from lightning_5d.layout import Layout, check_model
 from lightning_5d.lightning_private import SigtermAgreement, settle_results, silence_sync_dist_hint
@@ -252,8 +252,6 @@ class LayoutStrategy(ParallelStrategy):
     def _setup_gradients(self, module: LightningModule) -> None:
         assert self._parts is not None
         tied = tied_across_stages(module, self._tied, self.mesh) if self.layout.pp > 1 and self._tied else []
-        if self.layout.pp > 1 and self._tied:
-            check_tied_groups(tied, self.optimizers, self.mesh)
         optimized = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._gradients = Gradients([*module.parameters(), *optimized], self.mesh, self._parts.partial_parameters, tied)
 
