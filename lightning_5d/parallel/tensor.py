@@ -115,7 +115,7 @@ class TensorParallel:
     def install(self, stage: Stage) -> None:
         """Hooks the modules of this stage; before their weights are sharded or filled."""
         module, local_layers, is_first, is_last = stage, stage.local_layers, stage.is_first, stage.is_last
-        whole = meta_copy(local_layers[0]) if self.plan.is_guess else None
+        whole = meta_copy(local_layers[0]) if not self.plan.is_exact else None
         for part in module.modules():
             if part._parameters and any(p is not None for p in part._parameters.values()):
                 _shadow_by_local(part)
@@ -161,19 +161,24 @@ class TensorParallel:
             if door:
                 part = layer.get_submodule(door)
                 part.register_forward_pre_hook(self._on_first_tensor(enter), with_kwargs=True)
-                if self.plan.is_guess:
-                    use_local_head_counts(part, self.mesh.size())
+                if not self.plan.is_exact:
+                    use_local_head_counts(part, self.mesh.size(), self._widest_output(layer, door))
         if "" in doors:
             if self.sequence_parallel:
                 raise LayoutError(
                     f"sequence parallelism needs attention and MLP as modules of their own in {type(layer).__name__}: add `nosp`"
                 )
-            use_local_head_counts(layer, self.mesh.size())
+            use_local_head_counts(layer, self.mesh.size(), self._widest_output(layer, ""))
             for name in self.plan.colwise:
                 if "." not in name:
                     layer.get_submodule(name).register_forward_pre_hook(self._on_first_tensor(enter), with_kwargs=True)
         for name in self.plan.rowwise:
             _leave_rowwise(layer.get_submodule(name), leave, self.group)
+
+    def _widest_output(self, layer: nn.Module, door: str) -> int:
+        """Outputs of the query projection, the widest of those that ``door`` enters."""
+        entered = [name for name in self.plan.colwise if name.rpartition(".")[0] == door]
+        return max(layer.get_submodule(name).out_features for name in entered)  # type: ignore[type-var]
 
     def _install_embedding(self, embedding: nn.Module) -> None:
         if getattr(embedding, "max_norm", None) is not None:

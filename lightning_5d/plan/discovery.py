@@ -37,8 +37,10 @@ def discover_plan(module: nn.Module) -> ParallelPlan | None:
     order = [id(m) for m in module.modules()]
     layers_position = order.index(id(layers))
 
+    # The one that a projection leads back to: there may be more learned positions than tokens. Else the largest.
+    projections = {(m.out_features, m.in_features) for _, m in outside if isinstance(m, nn.Linear)}
     embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
-    embedding = max(embeddings, key=lambda e: e[1].num_embeddings, default=None)
+    embedding = max(embeddings, key=lambda e: (tuple(e[1].weight.shape) in projections, e[1].num_embeddings), default=None)
     head = None
     if embedding is not None:
         heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and m.out_features == embedding[1].num_embeddings]
@@ -67,7 +69,6 @@ def discover_plan(module: nn.Module) -> ParallelPlan | None:
         rowwise=tuple(rowwise),
         per_head=tuple(per_head),
         no_tensor_parallel=refusal,
-        is_guess=True,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
     )

@@ -23,6 +23,7 @@ def plan_for_llama(model: nn.Module) -> ParallelPlan:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         hidden_size=config.hidden_size,
+        is_exact=True,
     )
 
 
@@ -49,7 +50,6 @@ def plan_for_transformers(model: nn.Module) -> ParallelPlan:
         per_head=tuple(per_head),
         no_tensor_parallel=refusal,
         tuple_output=_returns_tuple(layer),
-        is_guess=True,
         labels_shifted_by_model=type(model).__name__.endswith("ForCausalLM"),
         num_heads=getattr(config, "num_attention_heads", None),
         num_kv_heads=getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None),

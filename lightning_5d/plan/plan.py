@@ -37,8 +37,8 @@ class ParallelPlan:
     """Whether layers return ``(hidden, ...)`` instead of ``hidden``."""
     labels_shifted_by_model: bool = False
     """Whether the model itself shifts ``labels`` by one: their first column is then no target."""
-    is_guess: bool = False
-    """Whether it was found by names and shapes. Layers are then helped to run on some of their heads, and checked when split."""
+    is_exact: bool = False
+    """Whether layers are known to run on some of their heads. Otherwise they are helped to, and checked when they are split."""
     num_heads: int | None = None
     num_kv_heads: int | None = None
     hidden_size: int | None = None

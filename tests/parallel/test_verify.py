@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_5d.parallel.local_shapes import local_sizes
-from lightning_5d.plan import find_plan
-from tests.parity.harness import fit
+from lightning_5d.plan import ParallelPlan, find_plan
+from tests.parity.harness import assert_parity, fit, reference
 from tests.parity.models import Attention, HandWritten
 from tests.ranks import RankFailed, run_ranks
 
@@ -42,6 +42,71 @@ def test_a_layer_that_splits_wrongly_is_refused_at_its_first_call(layout: str) -
         run_ranks(2, fit, layout, 2, Strided)
 
 
+class Chunked(Attention):
+    """Query, key and value in one matrix, taken apart by blocks: its rows cannot be split as they lie."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        del self.query, self.key, self.value
+        self.fused = torch.nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        q, k, v = (y.view(batch, seq, -1, self.head_dim).transpose(1, 2) for y in self.fused(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class Fused(HandWritten):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = Chunked(32, 4)
+
+
+def test_a_plan_given_by_hand_is_checked_too() -> None:
+    plan = ParallelPlan(
+        layers="blocks",
+        embedding="tokens",
+        norm="final",
+        head="to_vocab",
+        first_only=("positions",),
+        colwise=("attention.fused", "feed.enter"),
+        rowwise=("attention.out", "feed.leave"),
+    )
+    with pytest.raises(RankFailed, match="Block computes something else when it is split over tp2"):
+        run_ranks(2, fit, "tp2", 2, Fused, {"plan": plan})
+
+
+class WidthFromCount(Attention):
+    """Computes the width of a head from the number of heads, as nanoGPT does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        q, k, v = (
+            f(x).view(batch, seq, self.n_heads, width // self.n_heads).transpose(1, 2) for f in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(batch, seq, width))
+
+
+class LikeNanoGPT(HandWritten):
+    """More positions than tokens, too."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.5)
+        self.positions = torch.nn.Embedding(128, 32)
+        for block in self.blocks:
+            block.attention = WidthFromCount(32, 4)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_width_of_a_head_computed_from_the_local_count(layout: str) -> None:
+    plan = find_plan(LikeNanoGPT())
+    assert (plan.embedding, plan.head, plan.first_only) == ("tokens", "to_vocab", ("positions",))
+    assert_parity(run_ranks(2, fit, layout, 2, LikeNanoGPT), reference(LikeNanoGPT))
+
+
 @pytest.mark.parametrize(
     ("shape", "sizes", "expected"),
     [
@@ -56,6 +121,7 @@ def test_a_layer_that_splits_wrongly_is_refused_at_its_first_call(layout: str) -
 )
 def test_local_sizes(shape: tuple[int, ...], sizes: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
     assert local_sizes(shape, sizes, tp=2) == expected
+    assert local_sizes(shape, sizes, tp=2, head_dim=8) == expected
 
 
 @given(st.integers(1, 5), st.integers(3, 9), st.integers(1, 4), st.integers(1, 8), st.sampled_from([2, 4]), st.booleans())
@@ -66,6 +132,7 @@ def test_a_view_of_all_heads_becomes_one_of_the_local_heads(
     lead = (batch * seq,) if flat else (batch, seq)
     assert local_sizes((batch, seq, local * width), (*lead, heads, width), tp) == (*lead, local, width)
     assert local_sizes((batch, seq, local, width), (*lead, heads * width), tp) == (*lead, local * width)
+    assert local_sizes((batch, seq, local * width), (*lead, local, width * tp), tp, width) == (*lead, local, width)
     assert math.prod((*lead, local, width)) == batch * seq * local * width
 
 
