@@ -100,6 +100,32 @@ def may_hold_no_target(batch: Any, labels_shifted_by_model: bool) -> bool | None
     return bool((labels == IGNORED_LABEL).reshape(labels.shape[0], -1).all(1).any())
 
 
+def refuse_unseen_ignored_targets(batch: Any) -> None:
+    """Raises ``ValueError`` for ignored targets that :func:`count_targets` would count: another loss of a split batch, silently.
+
+    -100 outside of a mapping's ``labels``, and other negative integers anywhere (``ignore_index=-1``): no token is negative.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+
+    def look(tensor: Tensor) -> None:
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool or tensor.device.type == "meta":
+            return
+        suspicious = tensor < 0
+        if tensor is labels:
+            suspicious &= tensor != IGNORED_LABEL
+        if suspicious.any():
+            value = int(tensor[suspicious][0])
+            where = (
+                "outside of a dict's 'labels'" if value == IGNORED_LABEL else "where only -100 in 'labels' is known to be ignored"
+            )
+            raise ValueError(
+                f"the batch has ignored targets ({value}) {where}. To weight the parts of a split batch, "
+                "define `num_targets(self, batch) -> int | Tensor` in the LightningModule"
+            )
+
+    apply_to_collection(batch, Tensor, look)
+
+
 class _StopGradientWhere(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, empty: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from lightning_5d.pipeline.microbatch import (
     may_hold_no_target,
     microbatch_rows,
     num_rows,
+    refuse_unseen_ignored_targets,
     split_batch,
     stop_gradient_where,
 )
@@ -193,6 +194,8 @@ class StepRunner:
     def look_on_host(self, batch: Any) -> None:
         """Sees the next batch before it moves to the device: most have a target in each sequence, and need no guard."""
         if not callable(getattr(self.module, "num_targets", None)):
+            if self.device.type != "cpu":
+                refuse_unseen_ignored_targets(batch)
             self._may_hold_no_target = may_hold_no_target(batch, self.plan is not None and self.plan.labels_shifted_by_model)
 
     def _labels_shifted_by_model(self, name: str, step: Callable[[], Any]) -> bool:
@@ -218,25 +221,11 @@ class StepRunner:
                 [torch.as_tensor(num_targets(b), dtype=torch.float32, device=self.device) for b in split_batch(batch, count)]
             )
         else:
-            if not self._checked_batch_format:
-                self._check_batch_format(batch)
+            if self.device.type == "cpu" or not self._checked_batch_format:
+                self._checked_batch_format = True  # on an accelerator once: it is a synchronisation, look_on_host does the rest
+                refuse_unseen_ignored_targets(batch)
             counts = count_targets(batch, count, self._labels_shifted_by_model(name, step), self.device)
         return LossWeights(counts, self.mesh.group("dp") if self.mesh.size("dp") > 1 else None, self.replica_weighting)
-
-    def _check_batch_format(self, batch: Any) -> None:
-        """Once: ignored targets that we would not see would make another loss of a split batch, silently."""
-        self._checked_batch_format = True
-        if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
-            return
-        ignored: list[bool] = []
-        apply_to_collection(
-            batch, Tensor, lambda t: ignored.append(bool((t == -100).any())) if not t.is_floating_point() else None
-        )
-        if any(ignored):
-            raise ValueError(
-                "the batch has ignored targets (-100) outside of a dict's 'labels'. To weight the parts of a split batch, "
-                "define `num_targets(self, batch) -> int | Tensor` in the LightningModule"
-            )
 
     # ---- shapes between stages
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from lightning_5d.pipeline.microbatch import (
     may_hold_no_target,
     microbatch_rows,
     num_rows,
+    refuse_unseen_ignored_targets,
     split_batch,
     stop_gradient_where,
 )
@@ -62,6 +65,19 @@ def test_targets_are_counted_per_micro_batch() -> None:
     weights = LossWeights(torch.tensor([3.0, 0.0, 1.0]), None, False)
     assert weights.all.tolist() == [0.75, 0.0, 0.25] and weights.empty.tolist() == [False, True, False]
     assert LossWeights(torch.zeros(2), None, False).all.tolist() == [0.0, 0.0]
+
+
+def test_ignored_targets_that_would_be_counted_are_refused() -> None:
+    ids, ignoring = torch.tensor([[1, 2]]), torch.tensor([[-100, 2]])
+    refuse_unseen_ignored_targets({"input_ids": ids, "labels": ignoring})
+    refuse_unseen_ignored_targets(UserDict(input_ids=ids, labels=ignoring))
+    refuse_unseen_ignored_targets((ids, ids, torch.tensor([-1.0]), ids < 2))
+    for batch in ((ids, ignoring), {"input_ids": ids, "targets": ignoring}):
+        with pytest.raises(ValueError, match=r"\(-100\) outside of a dict's 'labels'.*num_targets"):
+            refuse_unseen_ignored_targets(batch)
+    for batch in ((ids, ids - 2), {"input_ids": ids, "labels": ids - 2}):
+        with pytest.raises(ValueError, match=r"\(-1\).*num_targets"):
+            refuse_unseen_ignored_targets(batch)
 
 
 def test_sequences_without_targets_are_seen_on_the_host() -> None:
