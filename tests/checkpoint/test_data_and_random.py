@@ -60,6 +60,7 @@ def test_the_same_layout_goes_on_bit_for_bit_with_dropout(tmp_path: Path, layout
         assert_same(assemble(r["last"] for r in second), assemble(r["last"] for r in whole))
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_and_of_workers_takes_the_samples_that_were_due(tmp_path: Path) -> None:
     (whole,) = run_ranks(1, fit, "dp1", tmp_path, 9)
     order = [index for batch in whole["indices"] for index in batch]

@@ -111,7 +111,9 @@ def load_kinds(layout: str, folder: Path) -> dict[str, tuple[Pieces, Pieces]]:
     return found
 
 
-@pytest.mark.parametrize(("source", "target"), [("single", "tp2_pp2"), ("dp2_zero3", "single")])
+@pytest.mark.parametrize(
+    ("source", "target"), [("single", "tp2_pp2"), pytest.param("dp2_zero3", "single", marks=pytest.mark.slow)]
+)
 def test_optimizers_of_many_kinds(tmp_path: Path, source: str, target: str) -> None:
     saved = run_ranks(world_size(source), save_kinds, source, tmp_path, init=source != "single")
     loaded = run_ranks(world_size(target), load_kinds, target, tmp_path, init=target != "single")

@@ -48,6 +48,7 @@ def train_with_config(folder: Path, ckpt_path: Path | None, weights_only: bool |
     return run("tp2", folder, steps, ckpt_path=ckpt_path, save_to=save_to, weights_only=weights_only, module=module)["losses"]
 
 
+@pytest.mark.slow
 def test_hyper_parameters_of_any_kind(tmp_path: Path) -> None:
     """Resumes with and without ``weights_only=False``; only the latter reads the classes back."""
     path = tmp_path / "a.ckpt"
@@ -116,6 +117,7 @@ def train_more(folder: Path, ckpt_path: Path | None, steps: int) -> tuple[list[f
     return module.extra.full_tensor().tolist(), float(module.metric.mean_value), losses
 
 
+@pytest.mark.slow
 def test_not_strict_and_the_states_of_metrics(tmp_path: Path) -> None:
     run_ranks(2, run, "pp2", tmp_path, 2, save_to=tmp_path / "a.ckpt")
     for extra, total, _ in run_ranks(2, train_more, tmp_path, tmp_path / "a.ckpt", 3):
@@ -208,6 +210,7 @@ def start_from(layout: str, folder: Path, source: str) -> list[float]:
     return run(layout, folder, 1, callbacks=[PretrainedWeights(folder / source)])["losses"]
 
 
+@pytest.mark.slow
 def test_pretrained_weights_give_the_same_first_loss_every_way(tmp_path: Path) -> None:
     run_ranks(1, run, "dp1", tmp_path, 3, save_to=tmp_path / "a.ckpt")
     export_huggingface(tmp_path / "a.ckpt", tmp_path / "hf")
@@ -347,6 +350,7 @@ def train_under_slurm(folder: Path, signal_at: int | None) -> tuple[list[float],
     return record.losses, at_step
 
 
+@pytest.mark.slow
 def test_a_signal_from_slurm_saves_and_the_requeued_job_goes_on(tmp_path: Path) -> None:
     run_ranks(2, train_under_slurm, tmp_path, 3)
     assert is_complete(tmp_path / "hpc_ckpt_1.ckpt")
