@@ -50,25 +50,26 @@ def memory_parts(c: Cases, q: Framework) -> dict[str, dict[str, Array]]:
     vocab_tp = 1.0 if q.logits == "gathered" else c.tp
     out: dict[str, dict[str, Array]] = {}
     extra = np.where(c.pp > 1, q["extra_in_flight"], 0.0)
-    for rank, layers, live, embeddings, head in (
-        ("first", c.layers_first, c.live_first, c.embedding_first, c.head_first),
-        ("middle", c.layers_middle, c.live_middle, 0.0, 0.0),
-        ("last", c.layers_last, c.live_last, c.embedding_last, c.head_last),
+    received = np.where(c.pp > 1, c.m * c.chunks * kept_input, 0.0) if q.receives_ahead else 0.0
+    for rank, layers, live, embeddings, head, neighbours in (
+        ("first", c.layers_first, c.live_first, c.embedding_first, c.head_first, 1),
+        ("middle", c.layers_middle, c.live_middle, 0.0, 0.0, 2),
+        ("last", c.layers_last, c.live_last, c.embedding_last, c.head_last, 1),
     ):
         dense = layers * c.layer_parameters + embeddings * c.embedding_parameters
         experts = layers * c.layer_experts
-        part = _state(c, q, dense, experts)
+        part = _state(c, q, dense, experts, embeddings * c.embedding_parameters)
         logits = head * q["logit_bytes"] * c.tokens * c.vocab / vocab_tp
         part["activations"] = layers * (live + extra * (layers > 0)) * kept
         # One layer's working set and the logits are never alive together.
         part["logits"] = np.maximum(logits, working) - working
-        part["buffers"] = part["buffers"] + working + q["overhead_gib"] * GIB
+        part["buffers"] = part["buffers"] + working + neighbours * received + q["overhead_gib"] * GIB
         out[rank] = {k: np.broadcast_to(np.asarray(v, dtype=float), c.tp.shape) for k, v in part.items()}
     return out
 
 
-def _state(c: Cases, q: Framework, dense: Array, experts: Array) -> dict[str, Array]:
-    """Parameters, gradients, optimizer state, and ZeRO-3's gathered layers under `buffers`."""
+def _state(c: Cases, q: Framework, dense: Array, experts: Array, root: Array) -> dict[str, Array]:
+    """Parameters, gradients, optimizer state; under `buffers` what ZeRO-2 and 3 hold for a while. `root`: embedding, head."""
     state: dict[str, Array] = {}
     for name, bytes_each, from_stage in (
         ("parameters", 2.0, 3),
@@ -80,10 +81,10 @@ def _state(c: Cases, q: Framework, dense: Array, experts: Array) -> dict[str, Ar
             sharded = sharded | ((c.zero == 1) & (c.m == 1) & (c.pp == 1))
         state[name] = bytes_each * (dense / np.where(sharded, c.shard, 1.0) + experts / np.where(sharded, c.expert_shard, 1.0))
     one_layer = c.layer_parameters + c.layer_experts
-    largest = np.maximum(one_layer, c.embedding_parameters)
-    state["buffers"] = np.where(
-        c.zero >= 3, (2 * 2.0 + q["gradient_bytes"]) * largest, np.where(c.zero == 2, q["gradient_bytes"] * largest, 0.0)
-    )
+    # FSDP2's last group, embedding and head, stays gathered through a step; its reduction of the last micro-batch is still held.
+    reduction = np.where(c.m > 1, 4.0 * root, 0.0)
+    gathered = 2.0 * root + 2.0 * one_layer
+    state["buffers"] = np.where(c.zero >= 3, gathered, 0.0) + np.where(c.zero >= 2, reduction, 0.0)
     return state
 
 

@@ -99,6 +99,8 @@ class Framework:
     """`pp_inner`: neighbouring stages may share a node; `pp_outer`: a stage boundary always crosses the network."""
     reduces_early: bool = False
     """Gradients are scattered during the backward of a step's only micro-batch, so ZeRO-1 need not hold them whole."""
+    receives_ahead: bool = False
+    """A pipeline stage holds a receive buffer for every micro-batch of the step (torch.distributed.pipelining)."""
     attention: str = "flash2"
     fused_norm: bool = True
     values: dict[str, float] = field(default_factory=dict)
