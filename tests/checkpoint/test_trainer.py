@@ -256,6 +256,16 @@ class InBackground(Resuming):
         training = self.lightning_module.trainer.training
         self._checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers, background=training)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self._checkpoints is not None and self._sigterm is not None
+        if self._checkpoints.save_has_failed:
+            self._sigterm._connector.was_asked = True  # the step's own all-reduce tells the others
+
+    def _stop_if_asked(self) -> None:
+        assert self._checkpoints is not None and self._runner is not None
+        if self._runner.is_stop_requested():
+            self._checkpoints.wait()
+
     def teardown(self) -> None:
         assert self._checkpoints is not None
         self._checkpoints.close()
@@ -297,6 +307,27 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     assert results[0][1] >= 3
     left = [entry.name for entry in tmp_path.iterdir() if entry.name != "whole"]
     assert left == ["step=12.ckpt"]
+
+
+def train_with_a_full_disk(folder: Path) -> tuple[str, int]:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if os.environ["RANK"] == "1":
+        os.fsync = full  # this forked process alone
+    callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = trainer_of(InBackground("tp2"), folder, [callback], max_steps=1000)
+    with pytest.raises(RuntimeError) as info:
+        trainer.fit(Hard(), datamodule=Data())
+    return str(info.value), trainer.global_step
+
+
+def test_a_save_that_fails_in_the_background_stops_all_ranks_and_says_why(tmp_path: Path) -> None:
+    results = run_ranks(2, train_with_a_full_disk, tmp_path)
+    assert results[0] == results[1], "the same error at the same step"
+    text, step = results[0]
+    assert "step=2.ckpt failed on rank 1: OSError: [Errno 28] No space left on device" in text and 2 <= step <= 4
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- interrupted
