@@ -178,7 +178,8 @@ class TensorParallel:
     def _widest_output(self, layer: nn.Module, door: str) -> int:
         """Outputs of the query projection, the widest of those that ``door`` enters."""
         entered = [name for name in self.plan.colwise if name.rpartition(".")[0] == door]
-        return max(layer.get_submodule(name).out_features for name in entered)  # type: ignore[type-var]
+        widths: list[Any] = [layer.get_submodule(name).out_features for name in entered]
+        return max(widths)
 
     def _install_embedding(self, embedding: nn.Module) -> None:
         if getattr(embedding, "max_norm", None) is not None:
