@@ -53,7 +53,7 @@ def split_case(options, partial):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_split_equals_whole(world, name):
     loss, dhidden, dweight, dlogits = run_ranks(1, whole_case, OPTIONS[name])[0]
     ranks = run_ranks(world, split_case, OPTIONS[name], False, init=True)
@@ -112,6 +112,7 @@ class _SumGradients(torch.autograd.Function):
         return grad
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_with_and_without_the_fused_loss_under_tensor_parallelism():
     want, scale = run_ranks(1, train, 100, False)[0]
     for fused in (True, False):

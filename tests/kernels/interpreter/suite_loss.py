@@ -28,7 +28,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(linear_loss, "tile_size", lambda width: 40)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_cross_entropy(name, dtype, small_blocks):
     torch.manual_seed(0)
