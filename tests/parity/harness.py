@@ -43,9 +43,11 @@ class Record(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, out: Any, batch: Any, index: int) -> None:
         self.losses.append(float(out["loss"]) * trainer.accumulate_grad_batches)
         if len(self.norms) < trainer.global_step and trainer.gradient_clip_algorithm != "value":
-            norm = getattr(trainer.strategy, "grad_norm", None)
-            own = torch.stack([g.norm() for g in self.gradients[-1].values()]).norm() if self.gradients[-1] else torch.zeros(())
-            self.norms.append(float(own if norm is None else norm))
+            if isinstance(trainer.strategy, LayoutStrategy):
+                assert trainer.strategy.grad_norm is not None
+                self.norms.append(float(trainer.strategy.grad_norm))
+            else:
+                self.norms.append(float(torch.stack([g.norm() for g in self.gradients[-1].values()]).norm()))
         self.dtypes |= {
             ("state", value.dtype)
             for optimizer in trainer.optimizers
@@ -79,6 +81,9 @@ class Data(L.LightningDataModule):
         return made
 
     def train_dataloader(self) -> Any:
+        return self._loader(self.num_rows)
+
+    def predict_dataloader(self) -> Any:
         return self._loader(self.num_rows)
 
     def val_dataloader(self) -> Any:
