@@ -48,7 +48,8 @@ def discover_plan(module: nn.Module) -> ParallelPlan | None:
     first: list[str] = []
     last: list[str] = []
     for name, part in outside:
-        if part is module or (embedding and part is embedding[1]) or (head and part is head[1]):
+        holds_layers = any(inner is layers for inner in part.modules())  # its own parameters belong to no stage
+        if holds_layers or (embedding and part is embedding[1]) or (head and part is head[1]):
             continue
         before = isinstance(part, nn.Embedding) or order.index(id(part)) < layers_position
         (first if before else last).append(name)

@@ -105,6 +105,22 @@ class NoLayers(L.LightningModule):
     configure_optimizers = HandWritten.configure_optimizers
 
 
+class WithPositions(nn.Module):
+    """Keeps a parameter of its own beside the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = HandWritten()
+        self.tokens, self.blocks, self.final, self.to_vocab = whole.tokens, whole.blocks, whole.final, whole.to_vocab
+        self.positions = nn.Parameter(torch.zeros(64, 32))
+
+
+class Positions(NoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = WithPositions()
+
+
 def two_kv_heads() -> Any:
     return own_llama(num_key_value_heads=2)
 
@@ -136,6 +152,7 @@ def zero_loss_weighting() -> LayoutStrategy:
         (2, "dp2", Triples, ["num_targets"]),
         (1, "zero0", LateMetric, ["'late'", "in __init__"]),
         (2, "tp2", NoLayers, ["no list of layers"]),
+        (2, "pp2", Positions, ["which stage holds model.positions"]),
     ],
 )
 def test_refused(world_size: int, layout: Any, make: Any, parts: list[str]) -> None:
