@@ -106,6 +106,14 @@ def _read_complete(directory: Path) -> dict[str, Any]:
     return complete
 
 
+def check_local(path: str | Path) -> None:
+    """Raises ``ValueError`` for an address such as ``s3://...``: an object store cannot rename, so nothing could be committed."""
+    if re.match(r"^[a-z0-9+]+:/", str(path)):  # a Path has one of the two slashes left
+        raise ValueError(
+            f"{path}: checkpoints are directories of a file system that every rank sees; mount it, or copy them there"
+        )
+
+
 def check_replaceable(target: Path) -> None:
     """Raises ``ValueError`` when a save to ``target`` would destroy a directory that is no checkpoint."""
     if target.is_dir() and not target.is_symlink() and any(target.iterdir()):

@@ -55,6 +55,7 @@ class CheckpointStore:
     def __init__(self, group: dist.ProcessGroup | None = None, background: bool = False) -> None:
         self.group = group
         self.background = Background() if background else None
+        self._kept: tuple[tuple[Path, int, int], Metadata] | None = None
         # Its messages must not mix with those of training, and it needs the CPU: a group of its own. All ranks must come here.
         self._background_group = _clone(group) if background and is_distributed() else group
 
@@ -134,6 +135,7 @@ class CheckpointStore:
         """What ``complete.json`` says. Raises ``CheckpointError`` if no complete checkpoint of a known format is there."""
 
         def check() -> dict[str, Any]:
+            commit.check_local(path)
             commit.recover(Path(path))
             return commit.read_complete(Path(path))
 
@@ -141,7 +143,7 @@ class CheckpointStore:
 
     def read_metadata(self, path: str | Path) -> dict[str, TensorStorageMetadata]:
         """The global size and dtype of every tensor of a checkpoint, by key."""
-        return on_every_rank(lambda: tensors_of(read_metadata(Path(path))), self.group)
+        return on_every_rank(lambda: tensors_of(self._metadata_of(Path(path))), self.group)
 
     def load(
         self,
@@ -168,7 +170,7 @@ class CheckpointStore:
         self.check_complete(path)
 
         def check() -> tuple[Metadata, list[str]]:
-            metadata = read_metadata(path)
+            metadata = self._metadata_of(path)
             saved = tensors_of(metadata)
             missing = sorted({key for key, _ in wanted if key not in saved})
             problems = [f"{key} is missing" for key in missing] if strict else []
@@ -203,8 +205,17 @@ class CheckpointStore:
         """Whether a whole checkpoint of a known format is at ``path``; the same answer on every rank."""
         return on_first_rank(lambda: commit.is_complete(Path(path)), self.group)
 
+    def _metadata_of(self, path: Path) -> Metadata:
+        """Kept until another is asked for: a resume asks several times, and of a thousand ranks it takes seconds to read."""
+        status = (path / ".metadata").stat()
+        key = (path, status.st_mtime_ns, status.st_size)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = (key, read_metadata(path))
+        return self._kept[1]
+
     def _writer(self, entries: Mapping[str, Any], target: Path, layout: str, global_step: int) -> _CommitWriter:
         def prepare() -> Path:
+            commit.check_local(target)
             commit.check_replaceable(target)
             target.parent.mkdir(parents=True, exist_ok=True)
             commit.sweep(target.parent)

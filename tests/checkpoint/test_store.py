@@ -258,3 +258,9 @@ def test_a_killed_save_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_killed_saves_cost_nothing(tmp_path: Path) -> None:
     assert check_kills(tmp_path, 20) > 3, "the kills all came between saves and prove nothing"
+
+
+def test_an_object_store_is_refused() -> None:
+    for action in (save, CheckpointStore().read_entries):
+        with pytest.raises(CheckpointError, match="a file system that every rank sees"):
+            action("s3://bucket/a.ckpt")  # type: ignore[operator]

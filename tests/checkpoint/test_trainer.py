@@ -70,6 +70,7 @@ def validate(layout: str, folder: Path, ckpt_path: Path | str | None, then: Path
     return found["val_loss"]
 
 
+@pytest.mark.slow
 def test_validate_a_checkpoint_and_save_after(tmp_path: Path) -> None:
     run_ranks(4, run, "tp2_pp2", tmp_path, 3, save_to=tmp_path / "a.ckpt")
     (fresh,) = run_ranks(1, validate, "dp1", tmp_path, None)
@@ -403,5 +404,6 @@ def train_again(folder: Path) -> None:
         assert (again["last"][key][1][1] == array).all(), key
 
 
+@pytest.mark.slow
 def test_saving_over_the_checkpoint_one_resumed_from(tmp_path: Path) -> None:
     run_ranks(2, train_again, tmp_path)
