@@ -12,6 +12,7 @@ TRAINING = ("fit", "validate", "test", "predict")
 _COMMANDS = {
     "advise": ("lightning_5d.advisor.commands", "advise_main", "which layout is best for a model on these GPUs"),
     "explain": ("lightning_5d.advisor.commands", "explain_main", "where the memory and the time of one layout go"),
+    "dryrun": ("lightning_5d.advisor.dryrun_command", "dryrun_main", "one rank of a recipe on fake tensors: memory, traffic"),
     "parity": ("lightning_5d.parity", "main", "whether a recipe trains under a layout as it does in one process"),
     "export": ("lightning_5d.checkpoint.commands", "export_main", "a checkpoint as Hugging Face's or Lightning's files"),
     "import": ("lightning_5d.checkpoint.commands", "import_main", "Hugging Face's weights as a checkpoint"),

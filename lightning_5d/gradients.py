@@ -54,8 +54,12 @@ class Gradients:
         mesh: Mesh,
         partial: Callable[[], list[nn.Parameter]] | None,
         tied: Sequence[TiedCopy],
+        own_zero_grad: bool = False,
     ) -> None:
         self.parameters = list(dict.fromkeys(parameters))
+        self._own_zero_grad = own_zero_grad
+        """Whether the user decides what zero_grad drops: the last step's gradients are then kept until it has run."""
+        self._last: list[Tensor | None] | None = None
         self.mesh, self.tied = mesh, list(tied)
         self._find_partial = partial
         self._partial: list[nn.Parameter] | None = None if partial is not None else []
@@ -64,6 +68,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Drops the last step's gradients: Lightning's own zero_grad comes only after the schedule has run."""
+        if self._own_zero_grad:
+            self._last = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -87,13 +93,18 @@ class Gradients:
     def set_aside(self) -> None:
         """Takes the gradients off the parameters, without a copy, so that zero_grad does not reach them."""
         self._aside = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
+        last, self._last = self._last or [None] * len(self.parameters), None
+        for parameter, gradient in zip(self.parameters, last, strict=True):
+            parameter.grad = gradient
 
     def put_back(self) -> None:
+        """Gives the parameters their gradients, on top of what the user's own zero_grad has kept."""
         if self._aside is not None:
             for parameter, gradient in zip(self.parameters, self._aside, strict=True):
-                parameter.grad = gradient
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif gradient is not None:
+                    parameter.grad = parameter.grad + gradient
             self._aside = None
 
     def norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -104,8 +103,3 @@ def settle_results(trainer: Any) -> None:
         results = loop._results
         if not isinstance(results, _SettledResults):
             results.__class__ = type(type(results).__name__, (_SettledResults, type(results)), {})
-
-
-def silence_sync_dist_hint() -> None:
-    """Lightning recommends ``sync_dist=True`` for values that are already the same on every rank."""
-    warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`")

@@ -58,11 +58,13 @@ def main(argv: list[str]) -> int:
         print(f"lightning-5d parity: {error}", file=sys.stderr)
         return 2
     reference = run_recipe(args.config, "zero0", 1, args.steps)
+    if reference is None:
+        return 2
     table = Table("layout", "processes", "largest relative difference of a loss", "")
     status = 0
     for layout, size in zip(layouts, sizes, strict=True):
         losses = run_recipe(args.config, str(layout), size, args.steps)
-        if reference is None or losses is None:
+        if losses is None:
             return 2
         worst = max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
         status = status if worst <= args.tolerance else 1

@@ -32,10 +32,11 @@ from lightning_5d.checkpoint import CheckpointSession
 from lightning_5d.gradients import Gradients, find_tied, tied_across_stages
 from lightning_5d.kernels import use_kernels
 from lightning_5d.layout import Layout, check_model
-from lightning_5d.lightning_private import SigtermAgreement, settle_results, silence_sync_dist_hint
+from lightning_5d.lightning_private import SigtermAgreement, settle_results
 from lightning_5d.mesh import Mesh, build_mesh, host_group_along_pp
 from lightning_5d.parallel.materialize import Materializer, broadcast_from_rank_zero
 from lightning_5d.parallel.parallelize import Parallelized, parallelize
+from lightning_5d.pipeline.logs import SYNCHRONISED
 from lightning_5d.pipeline.metrics import check_metrics, connect_metrics
 from lightning_5d.pipeline.step import StepRunner
 from lightning_5d.plan import ModelShape, ParallelPlan, find_plan, shape_of
@@ -177,6 +178,8 @@ class LayoutStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         self.precision_plugin = layout_precision(self.precision_plugin, lambda: self._whole_gradients, self._keep_norm)
+        if self._layer_sync is not None:
+            raise ValueError("Trainer(sync_batchnorm=True) is not applied under a layout: convert the module's layers yourself")
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._runner is None or self._runner.module is not module:
             refuse_module(module, self.layout, fitting)
@@ -185,11 +188,10 @@ class LayoutStrategy(ParallelStrategy):
         self._checkpoints.load_weights(module)
         if fitting:
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            self._build_optimizers(trainer)
             self._setup_gradients(module)
             self._checkpoints.check_optimizers(module, self.optimizers)
             self._sigterm = SigtermAgreement(trainer, self._stop_if_asked) if self.world_size > 1 else None
-        silence_sync_dist_hint()
         hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
         self._batch_stays = self.root_device.type == "cpu" and not any(is_overridden(h, s) for h in hooks for s in sources)
@@ -249,11 +251,23 @@ class LayoutStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Nothing: every leaf is put on the device when it is filled."""
 
+    def _build_optimizers(self, trainer: Trainer) -> None:
+        try:
+            self.setup_optimizers(trainer)
+        except ValueError as error:
+            if self.layout.pp > 1 and "empty parameter list" in str(error):
+                raise ValueError(
+                    f"layout '{self.layout}': pipeline stage {self.mesh.pp_rank} has no parameter for the optimizer, for all of "
+                    "its layers are frozen: give the optimizer frozen parameters too, or share the layers out with split="
+                ) from error
+            raise
+
     def _setup_gradients(self, module: LightningModule) -> None:
         assert self._parts is not None
         tied = tied_across_stages(module, self._tied, self.mesh) if self.layout.pp > 1 and self._tied else []
         optimized = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        self._gradients = Gradients([*module.parameters(), *optimized], self.mesh, self._parts.partial_parameters, tied)
+        keeps = is_overridden("optimizer_zero_grad", module)
+        self._gradients = Gradients([*module.parameters(), *optimized], self.mesh, self._parts.partial_parameters, tied, keeps)
 
     @property
     def _whole_gradients(self) -> Gradients:
@@ -380,7 +394,9 @@ class LayoutStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if group is SYNCHRONISED or not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     # ---- checkpoints
 

@@ -54,6 +54,8 @@ def _rank_main(
     rank: int, world_size: int, port: int, fn: Callable, args: tuple, kwargs: dict, init: bool, timeout_s: int, results: Any
 ) -> None:
     set_rank_environment(rank, world_size, port)
+    for left_by_the_parent in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(left_by_the_parent, None)
     torch.set_num_threads(1)
     try:
         if init:

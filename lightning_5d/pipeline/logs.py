@@ -22,6 +22,10 @@ from lightning_5d.pipeline.microbatch import LossWeights
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min", "amax": "max", "amin": "min"}
 
 
+SYNCHRONISED: Any = object()
+"""In place of a group: the value is the same on every rank already. Lightning then neither reduces it nor advises to."""
+
+
 @dataclass(frozen=True)
 class LogItem:
     """One logged name: what every rank must know to log it alike."""
@@ -226,7 +230,8 @@ class LogExchange:
                 self.module.log(item.name, metric, **arguments)
             else:
                 # A tensor: an int would be a host sync on an accelerator. Lightning weights epoch means by it.
-                self.module.log(item.name, value, batch_size=rows if size is None else size, **arguments)
+                size = rows if size is None else size
+                self.module.log(item.name, value, batch_size=size, sync_dist=True, sync_dist_group=SYNCHRONISED, **arguments)
 
 
 def _signature(items: list[LogItem]) -> int:

@@ -87,6 +87,11 @@ def count_targets(batch: Any, num_microbatches: int, labels_shifted_by_model: bo
     return torch.full((num_microbatches,), num_rows(batch) / num_microbatches, dtype=torch.float32, device=device)
 
 
+def has_labels(batch: Any) -> bool:
+    """Whether targets are counted in ``labels``; else sequences are."""
+    return isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor) and batch["labels"].ndim >= 1
+
+
 def may_hold_no_target(batch: Any, labels_shifted_by_model: bool) -> bool | None:
     """Whether some sequence has no valid target, so that a micro-batch may have none; None when the host cannot tell.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor
 from lightning_5d.layout import Layout, LayoutError, check_model
 from lightning_5d.mesh import Mesh
 from lightning_5d.pipeline.delayed import DelayedFlag
+from lightning_5d.pipeline.guards import TargetsSeen, whole_parameters_refused
 from lightning_5d.pipeline.logs import LogExchange, LogRecorder
 from lightning_5d.pipeline.microbatch import (
     LossWeights,
     count_targets,
+    has_labels,
     may_hold_no_target,
     microbatch_rows,
     num_rows,
@@ -60,7 +62,7 @@ class StepRunner:
         self._stop_requests = DelayedFlag(device)
         self._token_shapes: dict[Any, torch.Size] = {}
         self._labels_shifted: dict[str, bool] = {}
-        self._checked_batch_format = False
+        self._targets_checked = False
         self._captures = dist.get_world_size() > 1
         self._may_hold_no_target: bool | None = None
         self._empty: Tensor | None = None
@@ -125,6 +127,7 @@ class StepRunner:
         weights = self._weights(name, batch, count, lambda: step(batches[0], *rest))
         guarded = weights is not None and before_last_backward is not None and self._may_hold_no_target is not False
         self._may_hold_no_target = None
+        checks_targets = before_last_backward is not None and not self._targets_checked
         hidden_shape = self._hidden_shape(batches[0], lambda: step(batches[0], *rest))
         outs: list[Any] = []
         losses: list[Tensor] = []
@@ -136,7 +139,12 @@ class StepRunner:
 
             self.recorder.microbatch = index
             self._empty = weights.empty[index] if guarded and weights is not None else None
-            out = self.stage(user_step, hidden)
+            if checks_targets and weights is not None and self.stage.is_last:
+                with TargetsSeen() as seen:
+                    out = self.stage(user_step, hidden)
+                seen.check(float(weights.counts[index]) if has_labels(batch) else None)
+            else:
+                out = self.stage(user_step, hidden)
             if not self.stage.is_last:
                 self._check_hidden(out, hidden_shape)
                 return out
@@ -155,7 +163,9 @@ class StepRunner:
 
         capture = self._captures or count > 1
         self.in_step = True
+        guard = whole_parameters_refused(self.module, self.plan.layers) if self.layout.pp > 1 and self.plan else nullcontext()
         try:
+            guard.__enter__()
             if capture:
                 self.recorder.__enter__()
             if before_last_backward is None:
@@ -163,8 +173,10 @@ class StepRunner:
             else:
                 self.num_microbatches = count
                 self.pipeline.train(count, run, hidden_shape, self.hidden_dtype, before_last_backward)
+                self._targets_checked = True
         finally:
             self.recorder.__exit__()
+            guard.__exit__(None, None, None)
             self.in_step = False
         if not capture:
             return self._with_loss(outs[0], losses[0]) if losses else outs[0]
@@ -194,8 +206,7 @@ class StepRunner:
     def look_on_host(self, batch: Any) -> None:
         """Sees the next batch before it moves to the device: most have a target in each sequence, and need no guard."""
         if not callable(getattr(self.module, "num_targets", None)):
-            if self.device.type != "cpu":
-                refuse_unseen_ignored_targets(batch)
+            refuse_unseen_ignored_targets(batch)
             self._may_hold_no_target = may_hold_no_target(batch, self.plan is not None and self.plan.labels_shifted_by_model)
 
     def _labels_shifted_by_model(self, name: str, step: Callable[[], Any]) -> bool:
@@ -217,13 +228,11 @@ class StepRunner:
             return None
         num_targets = getattr(self.module, "num_targets", None)
         if callable(num_targets):
+            self._targets_checked = True
             counts = torch.stack(
                 [torch.as_tensor(num_targets(b), dtype=torch.float32, device=self.device) for b in split_batch(batch, count)]
             )
         else:
-            if self.device.type == "cpu" or not self._checked_batch_format:
-                self._checked_batch_format = True  # on an accelerator once: it is a synchronisation, look_on_host does the rest
-                refuse_unseen_ignored_targets(batch)
             counts = count_targets(batch, count, self._labels_shifted_by_model(name, step), self.device)
         return LossWeights(counts, self.mesh.group("dp") if self.mesh.size("dp") > 1 else None, self.replica_weighting)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 
 import lightning as L
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from lightning_5d.lightning_private import SigtermAgreement, silence_sync_dist_hint
+from lightning_5d.lightning_private import SigtermAgreement
 from tests.ranks import run_ranks
 
 
@@ -44,13 +43,3 @@ def _agreement() -> bool:
 
 def test_an_agreement_is_put_in_and_taken_out() -> None:
     assert run_ranks(1, _agreement) == [True]
-
-
-def test_the_hint_that_is_silenced_reads_as_it_did() -> None:
-    from lightning.pytorch.trainer.connectors.logger_connector import result
-
-    assert "It is recommended to use `self.log({" in inspect.getsource(result)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        silence_sync_dist_hint()
-        warnings.warn("It is recommended to use `self.log('a', ..., sync_dist=True)` when logging", stacklevel=1)

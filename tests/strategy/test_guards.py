@@ -1,0 +1,82 @@
+"""What a user's step does that a split batch or module would get wrong, silently: refused, or done right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.parity.harness import Data, assert_parity, fit, reference, trainer_of
+from tests.parity.models import HandWritten
+from tests.ranks import RankFailed, run_ranks
+
+
+class ShiftsItself(HandWritten):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class CountsItsShift(ShiftsItself):
+    def num_targets(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["labels"][:, 1:] != -100).sum()
+
+
+class IgnoresPadding(HandWritten):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].clamp(min=0).flatten(), ignore_index=0)
+
+
+class Penalty(HandWritten):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.square().sum() for p in self.parameters())
+
+
+class LooksAtTheFirst(HandWritten):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        assert next(self.parameters()).dtype is torch.float32
+        return super().training_step(batch, batch_idx)
+
+
+class KeepsGradients(HandWritten):
+    """Zeroes every second time, in place."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad(set_to_none=batch_idx % 4 == 0)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2_zero1", "zero0_mbs2"])
+@pytest.mark.parametrize("make", [ShiftsItself, IgnoresPadding])
+def test_other_targets_than_were_counted_are_an_error_at_the_first_step(layout: str, make: Any) -> None:
+    with pytest.raises(RankFailed, match=r"averaged over \[\d+\] targets, but \d+ `labels` .* Define `num_targets"):
+        run_ranks(1 if layout.startswith("zero0") else 2, fit, layout, 2, make)
+
+
+def test_a_step_that_counts_its_targets_itself() -> None:
+    runs = [*run_ranks(2, fit, "dp2_zero1_mbs2", 2, CountsItsShift), reference(CountsItsShift)]
+    for run in runs:
+        run["metrics"].pop("val_metric")  # the module weights it by labels that its loss leaves out
+    assert_parity(runs[:2], runs[2])
+
+
+def test_a_penalty_over_all_parameters_is_refused_on_a_stage() -> None:
+    with pytest.raises(RankFailed, match="goes over all parameters of Penalty, of which a pipeline stage holds only its own"):
+        run_ranks(2, fit, "pp2", 2, Penalty)
+    run_ranks(2, fit, "pp2", 2, LooksAtTheFirst)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2_zero1"])
+def test_gradients_that_the_users_own_zero_grad_keeps(layout: str) -> None:
+    assert_parity(run_ranks(2, fit, layout, 2, KeepsGradients), reference(KeepsGradients))
+
+
+def _with_sync_batchnorm() -> None:
+    trainer_of("zero0", sync_batchnorm=True, max_steps=1).fit(HandWritten(), datamodule=Data(8))
+
+
+def test_sync_batchnorm_is_not_silently_left_out() -> None:
+    with pytest.raises(RankFailed, match=r"sync_batchnorm=True.* is not applied"):
+        run_ranks(1, _with_sync_batchnorm)
