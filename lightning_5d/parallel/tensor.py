@@ -24,9 +24,10 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_5d.layout import LayoutError
 from lightning_5d.parallel import collectives
 from lightning_5d.parallel.local_shapes import use_local_head_counts
-from lightning_5d.parallel.verify import meta_copy, verify_first_call
+from lightning_5d.parallel.verify import verify_first_call
 from lightning_5d.pipeline.stage import Stage
 from lightning_5d.plan import ParallelPlan
+from lightning_5d.plan.meta import meta_copy
 
 
 @dataclass(frozen=True)

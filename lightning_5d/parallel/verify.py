@@ -6,7 +6,6 @@ against its order. So at the first call the stage's first layer is also computed
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -21,14 +20,8 @@ CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Arguments that a call changes: the call that is repeated must not see them."""
 
 
-def meta_copy(layer: nn.Module) -> nn.Module:
-    """A copy without memory: its parameters are on the meta device."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in layer.parameters()}
-    return copy.deepcopy(layer, memo)
-
-
 def verify_first_call(layer: nn.Module, whole: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-    """At ``layer``'s first call compares it with ``whole``, a :func:`meta_copy` from before it was split.
+    """At ``layer``'s first call compares it with ``whole``, a :func:`meta_copy` of it from before it was split.
 
     To be called after all other hooks are installed. The check raises :class:`LayoutError` on every rank of the group alike.
     """

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_5d.plan.discovery import classify_layer, discover_plan
+from lightning_5d.plan.meta import layer_returns_tuple
 from lightning_5d.plan.plan import ParallelPlan
 
 
@@ -36,6 +37,7 @@ def plan_for_transformers(model: nn.Module) -> ParallelPlan:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     layer = next(iter(model.get_submodule(plan.layers).children()))
     config = model.config
+    returns_tuple = layer_returns_tuple(model, plan.layers)
     hidden_size = getattr(config, "hidden_size", None)
     colwise, rowwise, per_head, refusal = classify_layer(layer, hidden_size)
     return ParallelPlan(
@@ -49,7 +51,7 @@ def plan_for_transformers(model: nn.Module) -> ParallelPlan:
         rowwise=tuple(rowwise),
         per_head=tuple(per_head),
         no_tensor_parallel=refusal,
-        tuple_output=_returns_tuple(layer),
+        tuple_output=_is_annotated_tuple(layer) if returns_tuple is None else returns_tuple,
         labels_shifted_by_model=type(model).__name__.endswith("ForCausalLM"),
         num_heads=getattr(config, "num_attention_heads", None),
         num_kv_heads=getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None),
@@ -57,7 +59,7 @@ def plan_for_transformers(model: nn.Module) -> ParallelPlan:
     )
 
 
-def _returns_tuple(layer: nn.Module) -> bool:
+def _is_annotated_tuple(layer: nn.Module) -> bool:
     """Whether the layer's forward is annotated to return a tuple, as the older families of transformers do."""
     annotation = str(getattr(type(layer).forward, "__annotations__", {}).get("return", ""))
     return "tuple" in annotation.lower()

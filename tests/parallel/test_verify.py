@@ -151,3 +151,24 @@ def test_fused_and_unknown_matrices_are_refused_by_name() -> None:
 
     assert "attention.query looks fused (96 outputs where 32 are consumed)" in (find_plan(Fused()).no_tensor_parallel or "")
     assert "attention.mystery 32->32" in (find_plan(Unknown()).no_tensor_parallel or "")
+
+
+@pytest.mark.parametrize(("family", "expected"), [("Llama", False), ("Gemma3", False), ("Bloom", True), ("GPT2", False)])
+def test_what_a_layer_returns_is_looked_at_not_read_from_its_annotation(family: str, expected: bool) -> None:
+    assert run_ranks(1, _tuple_output, family) == [expected]
+
+
+def _tuple_output(family: str) -> bool:
+    import transformers
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    if family == "Gemma3":
+        config = transformers.Gemma3TextConfig(**sizes, num_key_value_heads=2, head_dim=8)
+        return find_plan(transformers.Gemma3ForCausalLM(config)).tuple_output
+    if family == "Llama":
+        return find_plan(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))).tuple_output
+    if family == "Bloom":
+        config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+        return find_plan(transformers.BloomForCausalLM(config)).tuple_output
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
+    return find_plan(transformers.GPT2LMHeadModel(config)).tuple_output

@@ -3,7 +3,6 @@
 A process apart from the interpreter's other tests: ranks are forked from it, so it may run no backward pass itself.
 """
 
-import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning_5d.kernels import _triton, causal_lm
 
-from lightning_5d.plan import find_plan
 from tests.kernels.models import transformers_model
 from tests.parity.harness import assert_parity, fit, reference
 from tests.parity.models import own_llama
@@ -70,10 +68,7 @@ def test_layout(name: str, layout: str) -> None:
     data = {"num_rows": 4, "rows": 2, "vocab": 61, "seq": 6}
     options = {"limit_val_batches": 0}
     expected = reference(MODELS[name], data=data, **options)
-    plan = find_plan(MODELS[name]()) if name == "Gemma3" else None
-    # Its layers are annotated to return a tuple, and return a tensor.
-    strategy = {"kernels": "auto", "plan": plan and dataclasses.replace(plan, tuple_output=False)}
-    ranks = run_ranks(2, counted_fit, layout, 2, MODELS[name], strategy, data=data, timeout_s=200, **options)
+    ranks = run_ranks(2, counted_fit, layout, 2, MODELS[name], {"kernels": "auto"}, data=data, timeout_s=200, **options)
     assert_parity([result for result, _ in ranks], expected, tolerance=3e-5)
     for _, launched in ranks:
         assert set(launched) >= KERNELS, "a rank computed without kernels"
