@@ -23,12 +23,7 @@ class Background:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
         def run() -> None:
-            try:
-                save()
-            except BaseException:
-                with self._lock:
-                    self._actions.clear()  # an old checkpoint is not removed for a new one that is not there
-                raise
+            save()  # if it raises, what is queued is never done: an old checkpoint is not removed for one that is not there
             while (action := self._next()) is not None:
                 action()
 
@@ -58,7 +53,7 @@ class Background:
         future, self._future = self._future, None
         if future is not None:
             try:
-                future.result()
+                future.result()  # if it raises, what is queued is forgotten
             finally:
                 with self._lock:
                     actions, self._actions = self._actions, []

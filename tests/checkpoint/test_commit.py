@@ -26,7 +26,9 @@ def written(target: Path, content: str = "a") -> Path:
 def test_commit_replaces_whatever_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool, before: str) -> None:
     target, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
     make(other, "other")
-    if not exchange:
+    if exchange:
+        monkeypatch.setattr(commit, "_aside", lambda target: pytest.fail("there was a moment without a checkpoint"))
+    else:
         monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
     if before == "checkpoint":
         make(target, "old")

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_5d.checkpoint import CheckpointError, CheckpointSession
+from lightning_5d.checkpoint import CheckpointError, CheckpointSession, Names
 from lightning_5d.checkpoint.commit import read_complete
+from lightning_5d.checkpoint.convert import _optimizer_state
+from lightning_5d.checkpoint.optimizers import merge_groups
 from tests.checkpoint.arranged import Arranged, Model
 from tests.ranks import run_ranks
 
@@ -200,6 +202,26 @@ def test_tied_copies_in_different_groups_are_refused_on_every_stage() -> None:
     texts = run_ranks(2, check_tied_groups, True, init=True)
     assert texts[0] == texts[1] and "embed.weight and head.weight are one tied parameter" in texts[0]
     assert run_ranks(2, check_tied_groups, False, init=True) == ["", ""]
+
+
+def test_the_order_of_a_group_is_known_or_said_to_be_unknown() -> None:
+    """A stock optimizer's state goes by position; the parts of two stages show it only as far as they keep the model's order."""
+    names = Names.of(Model())
+
+    def merged(*parts: list[str]) -> dict:
+        return merge_groups(
+            [[{"optimizer": "SGD", "groups": [{"lr": 1, "params": part}], "scalars": {}}] for part in parts], names
+        )[0]
+
+    first, second = ["embed.weight", "layers.0.up.weight"], ["layers.2.up.weight", "embed.weight"]
+    (group,) = merged(first, second)["groups"]
+    assert group["params"] == ["embed.weight", "layers.0.up.weight", "layers.2.up.weight"] and group["ordered"]
+    (group,) = merged(first[::-1], first[::-1])["groups"]
+    assert group["params"] == first[::-1] and group["ordered"], "a rank that has the whole group shows its order"
+    unknown = merged(["layers.1.up.weight", "layers.0.up.weight"], ["layers.2.up.weight"])
+    assert not unknown["groups"][0]["ordered"]
+    with pytest.raises(ValueError, match="a file for a stock Trainer would mix the moments up"):
+        _optimizer_state(0, unknown, {})
 
 
 def draw() -> list[float]:
