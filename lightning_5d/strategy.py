@@ -29,6 +29,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_5d.checkpoint import CheckpointSession
+from lightning_5d.checkpoint.averaging import refuse_stock_averaging
+from lightning_5d.checkpoint.lightning_links import defer_links, restore_links
+from lightning_5d.data.resumable import resumable
 from lightning_5d.gradients import Gradients, find_tied, tied_across_stages
 from lightning_5d.kernels import use_kernels
 from lightning_5d.layout import Layout, check_model
@@ -54,6 +57,7 @@ class LayoutStrategy(ParallelStrategy):
         loss_weighting: "target": the loss of a split batch is the loss of the whole batch, each replica and micro-batch weighted
             by its valid targets. "replica": each data-parallel replica counts the same, as under DDP.
         kernels: fused operations to put into the model: "auto", "all", "none" or names. See docs/kernels.md.
+        async_save: write checkpoints while training goes on, one at a time. See docs/checkpoints.md.
         process_group_backend: of ``torch.distributed``; by the device when not given.
         timeout_s: of collectives, in seconds.
 
@@ -68,6 +72,7 @@ class LayoutStrategy(ParallelStrategy):
         split: list[int] | None = None,
         loss_weighting: Literal["target", "replica"] = "target",
         kernels: str | list[str] = "none",
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
         accelerator: Accelerator | None = None,
@@ -81,7 +86,7 @@ class LayoutStrategy(ParallelStrategy):
         self.layout = Layout.parse(layout) if isinstance(layout, str) else layout
         refuse_layout(self.layout)
         self.plan, self.split, self.loss_weighting = plan, split, loss_weighting
-        self.kernels = kernels
+        self.kernels, self.async_save = kernels, async_save
         self.num_nodes = 1
         self.model_shape: ModelShape | None = None
         self.grad_norm: Tensor | None = None
@@ -161,7 +166,7 @@ class LayoutStrategy(ParallelStrategy):
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         if self._mesh is None:
             self._mesh = build_mesh(self.layout, device.type)
-            self._checkpoints = CheckpointSession(str(self.layout))
+            self._checkpoints = CheckpointSession(str(self.layout), background=self.async_save)
 
     # ---- the model
 
@@ -191,6 +196,9 @@ class LayoutStrategy(ParallelStrategy):
             self._build_optimizers(trainer)
             self._setup_gradients(module)
             self._checkpoints.check_optimizers(module, self.optimizers)
+            refuse_stock_averaging(trainer.callbacks)  # type: ignore[attr-defined]
+            if self.async_save:
+                defer_links(trainer.callbacks, self._checkpoints.store.after_commit)  # type: ignore[attr-defined]
             self._sigterm = SigtermAgreement(trainer, self._stop_if_asked) if self.world_size > 1 else None
         hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
@@ -292,7 +300,7 @@ class LayoutStrategy(ParallelStrategy):
         size = getattr(dataloader, "batch_size", None) or getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
         if trainer is not None and trainer.training and isinstance(size, int):
             check_model(self.layout, batch_size_per_replica=size)
-        return dataloader
+        return resumable(dataloader) if trainer is not None and trainer.training else dataloader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of a batch. The gradients are set aside until :meth:`backward`, behind Lightning's zero_grad."""
@@ -314,7 +322,7 @@ class LayoutStrategy(ParallelStrategy):
             args,
             self.precision_plugin.train_step_context,
             loss_scale=1.0 / accumulate,
-            stop=self._sigterm is not None and self._sigterm.was_asked,
+            stop=self._sigterm is not None and (self._sigterm.was_asked or self._save_has_failed),
             before_last_backward=before_last_backward,
         )
         if reduce_now:
@@ -364,6 +372,15 @@ class LayoutStrategy(ParallelStrategy):
             self._checkpoints.load_rng()
             self._restore_rng = False
 
+    @property
+    def _save_has_failed(self) -> bool:
+        return self._checkpoints is not None and self._checkpoints.save_has_failed
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.world_size == 1 and self._save_has_failed:
+            assert self._checkpoints is not None
+            self._checkpoints.wait()
+
     def on_validation_end(self) -> None:
         self._reshard()
 
@@ -374,9 +391,11 @@ class LayoutStrategy(ParallelStrategy):
         self._reshard()
 
     def _stop_if_asked(self) -> None:
-        """Stops all ranks at the same batch once one of them was sent SIGTERM; told by the last step's own all-reduce."""
+        """Stops all ranks at the same batch once one was sent SIGTERM, or its save failed; told by the last step's all-reduce."""
         assert self._runner is not None and self._sigterm is not None
         if self._runner.is_stop_requested():
+            assert self._checkpoints is not None
+            self._checkpoints.wait()  # raises what went wrong with a save
             self._sigterm.agree()
             raise SIGTERMException
 
@@ -422,7 +441,8 @@ class LayoutStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("LayoutStrategy writes its own format: storage_options are for a CheckpointIO")
         assert self._checkpoints is not None and self.lightning_module is not None
-        self._checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+        background = self.async_save and self.lightning_module.trainer.training
+        self._checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers, background=background)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self._checkpoints is not None
@@ -443,9 +463,15 @@ class LayoutStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Leaves the module where it is: it may be evaluated, saved or trained again. Must survive a half-built strategy."""
-        if self._sigterm is not None:
-            self._sigterm.end()
-            self._sigterm = None
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        finally:
+            if self._sigterm is not None:
+                self._sigterm.end()
+                self._sigterm = None
+            if self.async_save and self._lightning_module is not None and self._lightning_module._trainer is not None:
+                restore_links(self._lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -147,7 +147,9 @@ class ShardedLoader:
 
     def _loader(self, epoch: int, consumed: int) -> DataLoader:
         batches = _Batches(self.order, epoch, consumed, self.dp_rank, self.dp_size)
-        return DataLoader(self.dataset, batch_sampler=batches, **self._loader_options)  # type: ignore[arg-type]
+        # A generator of its own: an iteration would draw from the random numbers of training, and a resumed run once more.
+        generator = torch.Generator().manual_seed(keyed_seed(self.order.seed, "workers", epoch, consumed))
+        return DataLoader(self.dataset, batch_sampler=batches, generator=generator, **self._loader_options)  # type: ignore[arg-type]
 
 
 class PositionedLoader(ShardedLoader):
