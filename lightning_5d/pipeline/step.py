@@ -63,6 +63,7 @@ class StepRunner:
         self._token_shapes: dict[Any, torch.Size] = {}
         self._labels_shifted: dict[str, bool] = {}
         self._targets_checked = False
+        self._moved_batch_checked = False
         self._captures = dist.get_world_size() > 1
         self._may_hold_no_target: bool | None = None
         self._empty: Tensor | None = None
@@ -233,6 +234,11 @@ class StepRunner:
                 [torch.as_tensor(num_targets(b), dtype=torch.float32, device=self.device) for b in split_batch(batch, count)]
             )
         else:
+            if not self._moved_batch_checked:
+                self._moved_batch_checked = (
+                    True  # once, for a batch that the module's own transfer makes; look_on_host sees the others
+                )
+                refuse_unseen_ignored_targets(batch)
             counts = count_targets(batch, count, self._labels_shifted_by_model(name, step), self.device)
         return LossWeights(counts, self.mesh.group("dp") if self.mesh.size("dp") > 1 else None, self.replica_weighting)
 
