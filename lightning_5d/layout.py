@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_5d.layout_rules import find_problem, from_tokens, to_tokens, with_defaults
-from lightning_5d.layout_tokens import CP_METHODS, SCHEDULES, edits, mend, read_token
+from lightning_5d.layout_tokens import CP_METHODS, SCHEDULES, edits, foreign_problem, mend, read_token
 
 __all__ = ["CP_METHODS", "SCHEDULES", "Layout", "LayoutError", "check_model", "model_problems", "suggest"]
 
@@ -82,7 +82,9 @@ class Layout:
         if not isinstance(text, str):
             raise LayoutError(f"a layout is one string such as 'tp2_pp2_zero1', not {text!r} of type {type(text).__name__}.")
         values, problem = from_tokens(text.lower().split("_"))
-        if problem is None:
+        if problem is not None:
+            problem = foreign_problem(text) or problem
+        else:
             problem = find_problem(with_defaults(values))
         if problem is not None:
             raise LayoutError(f"layout {text!r}: {problem}", _nearest_valid(mend(text)))

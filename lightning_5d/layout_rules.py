@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_5d.layout_tokens import ALLOWED, CP_METHODS, MAX_SIZE, SCHEDULES, SIZES, WORDS, in_range, mend_token, read_token
+from lightning_5d.layout_tokens import ALLOWED, CP_METHODS, MAX_SIZE, SCHEDULES, SIZES, WORDS, in_range, mend, read_token
 
 DEFAULTS: dict[str, Any] = {
     "dp": None,
@@ -100,7 +100,7 @@ def _token_problem(token: str) -> str:
         return f"token '{token}': {name} needs a whole number from 1 to {MAX_SIZE} without leading zeros, such as {name}2."
     if name in WORDS:
         return f"token '{token}': '{name}' takes no number; allowed is '{name}'."
-    mended = mend_token(token)
+    mended = mend(token)
     meant = f" (did you mean '{'_'.join(mended)}'?)" if mended else ""
     return f"unknown token '{token}'{meant}; allowed are {ALLOWED}."
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
+from lightning_5d.layout_foreign import spellings, translate
+
 CP_METHODS = ("ring", "ulysses", "allgather")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
 
@@ -62,6 +64,11 @@ def mend_token(token: str) -> list[str]:
         return mend_token(bare)
     if not token:
         return []
+    if token in SIZES:
+        return [f"{token}{1 if token == 'zero' else 2}"]
+    turned = re.fullmatch(r"([0-9]{1,6})x?([a-z]+)", token)
+    if turned and turned[2] in SIZES:
+        return mend_token(f"{turned[2]}{turned[1]}")
     pieces = _RUN_TOGETHER.findall(token)
     if len(pieces) > 1 and "".join(pieces) == token:
         return [mended for piece in pieces for mended in mend_token(piece)]
@@ -78,13 +85,34 @@ def mend_token(token: str) -> list[str]:
 
 
 def split(text: str) -> list[str]:
-    """Lower-case tokens of ``text``, also when something other than ``_`` separates them (only used to mend)."""
-    return [token for token in re.split(r"[_\-,;+/\s]+", text.lower()) if token]
+    """Lower-case tokens of ``text``, also when something other than ``_`` separates them, or a name from its number.
+
+    Only used to mend.
+    """
+    tokens: list[str] = []
+    for token in re.split(r"[_\-,;:+=()/\s]+", text.lower()):
+        if tokens and tokens[-1] in SIZES and re.fullmatch("[0-9]{1,6}", token):
+            tokens[-1] += token
+        elif token:
+            tokens.append(token)
+    return tokens
 
 
 def mend(text: str) -> list[str]:
     """``text`` with every token mended, those that resemble nothing left out, repeated ones once."""
-    return list(dict.fromkeys(mended for token in split(text) for mended in mend_token(token)))
+    joined = translate("_".join(split(text)))
+    return list(dict.fromkeys(mended for token in split(joined) for mended in mend_token(token)))
+
+
+def foreign_problem(text: str) -> str | None:
+    """How the names that other frameworks use are written here, or None when ``text`` has none of them."""
+    joined = "_".join(split(text))
+    if joined == "auto":
+        return (
+            "'auto' is no layout: sizes are named, not guessed; `lightning-5d advise` ranks the layouts of a model on a cluster."
+        )
+    said = [f"'{joined[start:end]}' is written '{tokens}' here" for start, end, tokens in spellings(joined)]
+    return f"{'; '.join(said)}. Allowed are {ALLOWED}." if said else None
 
 
 def looks_like_layout(text: str) -> bool:
@@ -94,6 +122,13 @@ def looks_like_layout(text: str) -> bool:
     # "ddp2" and "fsdp2" are names that other frameworks use: a stock error serves their users better.
     foreign = any(re.fullmatch(r"(ddp|fsdp|deepspeed|xla|auto|single)[0-9]*", token) for token in tokens)
     return not foreign and near > len(tokens) / 2
+
+
+def sounds_like_layout(text: str) -> bool:
+    """Whether ``text`` says in another framework's words, and in nothing else, what a layout could say."""
+    joined = "_".join(split(text))
+    rest = [token for token in split(translate(joined)) if not mend_token(token)]
+    return bool(spellings(joined)) and not rest
 
 
 def _other_sizes(field: str, size: int) -> Iterator[tuple[float, int]]:

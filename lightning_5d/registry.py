@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_5d.layout import Layout, LayoutError
-from lightning_5d.layout_tokens import looks_like_layout
+from lightning_5d.layout_tokens import looks_like_layout, sounds_like_layout
 
 # Given without arguments on a command line, a class path reaches the Trainer as a lower-cased string.
 _CLASS_PATHS = ("layoutstrategy", "lightning_5d.layoutstrategy", "lightning_5d.strategy.layoutstrategy")
@@ -59,7 +59,7 @@ def _layout_name(name: object) -> str | None:
 def _reject_near_miss(name: object) -> None:
     """Raises :class:`LayoutError` for what was meant as a layout but is none; Lightning answers for everything else."""
     if isinstance(name, str):
-        if looks_like_layout(name):
+        if looks_like_layout(name) or sounds_like_layout(name):
             Layout.parse(name)
     elif isinstance(name, Layout):
         raise LayoutError(f"strategy={name!r}: give the Trainer the string '{name}', or LayoutStrategy('{name}').")

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_5d.layout import CP_METHODS, SCHEDULES, Layout, LayoutError
+from lightning_5d.layout_foreign import _SPELLINGS
 from lightning_5d.layout_rules import DEFAULTS
 from lightning_5d.layout_tokens import SIZES, WORDS
 from tests.layout.strategies import layouts
@@ -175,6 +176,49 @@ def test_a_wrong_string_names_the_token_what_is_allowed_and_what_is_near(text: s
     assert isinstance(caught.value, ValueError)
     for part in [repr(text), *parts]:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "nearest"),
+    [
+        ("2tp", "did you mean 'tp2'?", "tp2"),
+        ("4x_pp2", None, "pp2"),
+        ("tp=4", "did you mean 'tp4'?", "tp4"),
+        ("tp 4", "did you mean 'tp4'?", "tp4"),
+        ("tp4-pp2", "did you mean 'tp4_pp2'?", "tp4_pp2"),
+        ("tp_4_zero_3", "tp needs a whole number", "tp4_zero3"),
+        ("zero_3", "zero0, zero1, zero2 and zero3", "zero3"),
+        ("tensor_parallel", "'tensor_parallel' is written 'tp2' here", "tp2"),
+        ("tensor_model_parallel_size=8", "'tensor_model_parallel_size_8' is written 'tp8' here", "tp8"),
+        ("pp2_TensorParallel", None, "pp2"),
+        ("fsdp", "'fsdp' is written 'zero3' here", "zero3"),
+        ("hybrid_shard", "'hybrid_shard' is written 'zero3_rep2' here", "zero3_rep2"),
+        ("deepspeed_stage_2", "'deepspeed_stage_2' is written 'zero2' here", "zero2"),
+        ("zero_stage_7", "'zero_stage_7' is written 'zero3' here", "zero3"),
+        ("ddp", "'ddp' is written 'zero0' here", "zero0"),
+        ("megatron", "'megatron' is written 'tp2_pp2_zero1' here", "tp2_pp2_zero1"),
+        ("pp4_vpp_2", "'vpp_2' is written 'v2' here", "pp4_v2"),
+        ("pp2_zb1p_recompute", "'zb1p' is written 'zb' here; 'recompute' is written 'ac' here", "pp2_zb_ac"),
+    ],
+)
+def test_another_frameworks_spelling_says_how_it_is_written_here(text: str, said: str | None, nearest: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text)
+    assert caught.value.nearest == (nearest,)
+    assert said is None or said in str(caught.value)
+
+
+def test_every_foreign_name_leads_to_a_layout() -> None:
+    """No pattern hides another, and what each stands for can be written."""
+    for _, tokens in _SPELLINGS:
+        said = tokens.replace("N", "2")
+        beside = {"sp": "tp2_sp", "ring": "cp2_ring", "v2": "pp2_v2", "zb": "pp2_zb", "dualpipev": "pp2_dualpipev"}
+        assert Layout.parse(beside.get(said, said))
+
+
+def test_auto_is_no_layout_and_says_who_chooses() -> None:
+    with pytest.raises(LayoutError, match="'auto' is no layout: sizes are named, not guessed; `lightning-5d advise` ranks"):
+        Layout.parse("auto")
 
 
 @pytest.mark.parametrize("value", [["tp2", "pp2"], None, 4, {"tp": 2}])

@@ -79,15 +79,34 @@ def test_a_near_miss_says_what_was_meant(name: object, parts: list[str]) -> None
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("2tp", "tp2"),
+        ("tensor_parallel", "tp2"),
+        ("tp 4", "tp4"),
+        ("tp", "tp2"),
+        ("tp_2_pp_2", "tp2_pp2"),
+        ("zero_3", "zero3"),
+        ("fsdp2", "zero3"),
+        ("hsdp", "zero3_rep2"),
+        ("megatron", "tp2_pp2_zero1"),
+        ("tensor_parallel_4-pipeline_parallel_2", "tp4_pp2"),
+    ],
+)
+def test_another_spelling_is_no_strategy_but_says_which_is(name: str, meant: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        _trainer(name)
+    assert caught.value.nearest == (meant,)
+
+
 FOREIGN = [
     "ddp_foo",
     "ddp2",
-    "fsdp2",
     "tpu_spawn",
     "horovod",
     "bagua",
     "colossalai",
-    "megatron",
     "hpu_parallel",
     "mesh8",
     "sp_a_b",
