@@ -1,0 +1,74 @@
+"""Every command that the pages show exists, with the options they show."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_5d.cli import main
+from tests.docs.pages import PAGES, ROOT, code, name
+
+# A command ends where the next begins, or where what it prints is described.
+_OURS = re.compile(r"lightning-5d ([a-z]\S*)((?: (?!\s|&&).*?)*?)(?=\s\s|\s&&|$)")
+_MODULE = re.compile(r"python -m ([\w.]+)([^&\n]*)")
+_OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w.\-]*")
+
+
+@functools.cache
+def help_of(command: str) -> str:
+    out, err = io.StringIO(), io.StringIO()
+    arguments = sys.argv  # LightningCLI reads it, and the command sets it
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+        assert main([command, "--help"]) == 0, err.getvalue()
+    sys.argv = arguments
+    return out.getvalue()
+
+
+def commands(page: Path, pattern: re.Pattern[str]) -> list[tuple[str, str]]:
+    """``(name, the rest of the line)`` of each."""
+    return [match for line in code(page) for match in pattern.findall(line)]
+
+
+def is_option(option: str, help_text: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", help_text) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_our_commands_have_the_options_shown(page: Path) -> None:
+    for command, rest in commands(page, _OURS):
+        text = help_of(command)
+        for option in _OPTION.findall(rest):
+            assert is_option(option, text), f"lightning-5d {command} has no {option}"
+        for file in re.findall(r"(?<!\S)(?:recipes|tests|docs)/\S+", rest):
+            assert (ROOT / file).exists(), file
+
+
+def test_options_that_do_not_exist_are_seen() -> None:
+    assert is_option("--gpu", help_of("advise")) and not is_option("--gp", help_of("advise"))
+    assert not is_option("--strategy", help_of("fit")) and is_option("--trainer.strategy", help_of("fit"))
+    with pytest.raises(AssertionError, match="is no command"):
+        help_of("inspekt")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_modules_that_are_run_have_the_options_shown(page: Path) -> None:
+    for module, rest in commands(page, _MODULE):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, f"python -m {module}: no such module"
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        assert '__name__ == "__main__"' in source, f"python -m {module} does nothing"
+        for option in _OPTION.findall(rest):
+            assert f'"{option}"' in source, f"python -m {module} has no {option}"
+
+
+def test_there_are_commands_to_look_at() -> None:
+    ours = [command for page in PAGES for command, _ in commands(page, _OURS)]
+    assert {"fit", "advise", "explain", "parity", "export", "import", "inspect"} <= set(ours)
+    assert sum(len(commands(page, _MODULE)) for page in PAGES) >= 4
