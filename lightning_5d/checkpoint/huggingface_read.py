@@ -156,12 +156,20 @@ def _check(
         raise ValueError(f"the weights in {folder} do not fit the model: " + "; ".join(problems[:12]))
 
 
-def _open(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
+def safetensors() -> Any:
+    """The package, which an extra brings. Raises ``ValueError`` when it is not installed."""
     try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
+        import safetensors.torch
+    except ImportError:
+        raise ValueError("Hugging Face's weights are files of the package safetensors: pip install 'lightning-5d[hf]'.") from None
+    return safetensors
+
+
+def _open(file: Path) -> Any:
+    package = safetensors()
+    try:
+        return package.safe_open(file, framework="pt")
+    except (package.SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
 
 

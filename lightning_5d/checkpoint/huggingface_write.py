@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_5d.checkpoint.huggingface_read import INDEX, SINGLE
+from lightning_5d.checkpoint.huggingface_read import INDEX, SINGLE, safetensors
 from lightning_5d.checkpoint.weight_map import Source
 
 _TOKENIZER_FILES = (
@@ -46,10 +46,9 @@ def write_weights(
         dtype: Floating point tensors are converted to it; as they are when not given.
 
     Raises:
-        ValueError: The sources of a fused tensor leave rows open.
+        ValueError: The sources of a fused tensor leave rows open, or safetensors is not installed.
     """
-    from safetensors.torch import save_file
-
+    save_file = safetensors().torch.save_file
     theirs = _their_tensors(shapes, sources)
     sizes = {name: parts.num_bytes(dtype) for name, parts in theirs.items()}
     buckets = _buckets(sizes, max_file_bytes)

@@ -65,5 +65,15 @@ def test_what_needs_an_extra_names_it() -> None:
             TextDataModule(path=str(file), cache_dir=str(file.parent)).prepare_data()
         except (ImportError, ValueError) as error:
             print(error)
+
+        import contextlib, sys
+        from lightning_5d.cli import main
+        from lightning_5d.models import LlamaConfig
+        from lightning_5d.checkpoint.weight_map import llama_config_json
+        import json
+        (file.parent / "config.json").write_text(json.dumps(llama_config_json(LlamaConfig.from_preset("tiny"))))
+        (file.parent / "model.safetensors").write_bytes(b"")
+        with contextlib.redirect_stderr(sys.stdout):
+            assert main(["import", str(file.parent), "--out", str(file.parent / "a.ckpt")]) == 2
     """)
-    assert "pip install" in out and "parquet" in out
+    assert "pip install 'lightning-5d[parquet]'" in out and "pip install 'lightning-5d[hf]'" in out
