@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +28,8 @@ def dryrun_main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="a recipe of `lightning-5d fit`")
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the whole job")
     parser.add_argument("--layout", help="another layout than the recipe's")
+    parser.add_argument("--seq-len", type=int, help="batches of input_ids and labels of so many tokens, not the data's own")
+    parser.add_argument("--global-batch", type=int, help="sequences of a step over all replicas")
     parser.add_argument("--exact", action="store_true", help="run all layers and micro-batches, not few of each")
     parser.add_argument("--json", action="store_true", help="print JSON")
     try:
@@ -35,8 +37,8 @@ def dryrun_main(argv: Sequence[str] | None = None) -> int:
         runs = _run(args)
     except SystemExit as stop:
         return int(stop.code or 0) if isinstance(stop.code, int) or stop.code is None else BAD_QUESTION
-    except (ValueError, OSError, yaml.YAMLError) as error:
-        print(f"{parser.prog}: {str(error).splitlines()[0]}", file=sys.stderr)
+    except Exception as error:  # of the user's own module, too
+        print(f"{parser.prog}: {_one_sentence(error)}", file=sys.stderr)
         return BAD_QUESTION
     if args.json:
         print(json.dumps([asdict(r) for r in runs], indent=1))
@@ -46,42 +48,34 @@ def dryrun_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> list[Any]:
-    import torch
-
     from lightning_5d.advisor.dryrun import dry_run
+    from lightning_5d.advisor.dryrun_recipe import batches, read_recipe
 
-    recipe = yaml.safe_load(args.config.read_text())
-    if not isinstance(recipe, dict) or not isinstance(recipe.get("model"), dict):
-        raise ValueError(f"{args.config} is no recipe: it has no `model` with class_path and init_args")
-    trainer, model = recipe.get("trainer") or {}, recipe["model"]
-    data = (recipe.get("data") or {}).get("init_args") or {}
-    if not isinstance(data.get("seq_len"), int) or not isinstance(data.get("global_batch_size"), int):
-        raise ValueError(f"{args.config}: data.init_args needs seq_len and global_batch_size, whole numbers")
-    seq_len, strategy = data["seq_len"], trainer.get("strategy", "zero0")
-    if isinstance(strategy, dict):
-        strategy = (strategy.get("init_args") or {}).get("layout", "zero0")
-    module_class = _import(model.get("class_path", ""))
-
-    def make_batch(rows: int) -> dict[str, torch.Tensor]:
-        return {name: torch.zeros(rows, seq_len, dtype=torch.long) for name in ("input_ids", "labels")}
-
+    recipe = read_recipe(args.config, args.layout)
+    layout = recipe.layout.resolve(args.world_size)
+    made = batches(recipe, args.seq_len, args.global_batch)
+    global_batch = made.global_batch or (made.rows or 1) * (layout.dp or 1)
     return dry_run(
-        lambda: module_class(**(model.get("init_args") or {})),
-        make_batch,
-        args.layout or strategy,
-        args.world_size,
-        global_batch=data["global_batch_size"],
-        precision=str(trainer.get("precision", "32-true")),
-        exact=args.exact,
+        recipe.make_module, made.make, layout, args.world_size, global_batch=global_batch, exact=args.exact, **recipe.options
     )
 
 
-def _import(class_path: str) -> Any:
-    module, _, name = class_path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError):
-        raise ValueError(f"model.class_path {class_path!r} cannot be imported") from None
+def _one_sentence(error: BaseException) -> str:
+    """What went wrong, and where in the user's own code; for what was not foreseen, of which kind it is."""
+    while error.__cause__ is not None:  # a pipeline's stage wraps what its step raises
+        error = error.__cause__
+    text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, (ValueError, OSError, yaml.YAMLError)):
+        return text
+    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        text = f"needs values, of which a dry run has none ({text})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {text[:500]}"
+
+
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith("<") or Path(filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _print(runs: Sequence[Any]) -> None:
@@ -103,6 +97,7 @@ def _print(runs: Sequence[Any]) -> None:
             table.add_row(f"rank {r.pp_rank}: {t.operation}", t.axis, str(t.group), f"{t.calls:,.0f}", f"{t.nbytes / 2**30:.3f}")
     console.print(table)
     worst = max(runs, key=lambda r: r.peak_gib)
+    console.print(f"peak of pipeline rank {worst.pp_rank}: {worst.peak_at}", highlight=False, markup=False)
     console.print(f"largest tensors at the peak of pipeline rank {worst.pp_rank} (of the largest run):", highlight=False)
     for gib, text in worst.largest:
         console.print(f"  {gib:8.3f} GiB  {text}", highlight=False, markup=False)

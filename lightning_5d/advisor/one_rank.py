@@ -1,7 +1,4 @@
-"""One rank of a big job without the job: a fake process group, and what asks for values told what it needs.
-
-Everything private of torch that a dry run touches is in this file.
-"""
+"""One rank of a big job without the job: fake weights, a fake process group, and what asks for values told what it needs."""
 
 from __future__ import annotations
 
@@ -13,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.pipelining._utils import InferenceMode
-from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_5d.advisor.torch_private import fake_process_group, no_global_shapes, static_pipeline_shapes
+from lightning_5d.gradients import TiedCopy
+from lightning_5d.mesh import Mesh
 from lightning_5d.parallel.materialize import Materializer
 from lightning_5d.pipeline import schedule
+from lightning_5d.pipeline.logs import LogExchange
 
 
 class FakeMaterializer(Materializer):
@@ -34,32 +30,42 @@ class FakeMaterializer(Materializer):
     def fill(self, leaf: nn.Module, shard: Any = None) -> None:
         for name, parameter in list(leaf.named_parameters(recurse=False)):
             if id(parameter) not in self.filled:
-                with self.mode:
-                    dtype = self.as_dtype or parameter.dtype
-                    made = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu"), parameter.requires_grad)
+                made = nn.Parameter(self._fake(parameter), parameter.requires_grad)
                 made = made if shard is None else shard(leaf, name, made)
                 self.filled[id(parameter)] = (parameter, made)
                 self.filled[id(made)] = (made, made)
             leaf._parameters[name] = self.filled[id(parameter)][1]
         for name, buffer in list(leaf.named_buffers(recurse=False)):
-            with self.mode:
-                leaf._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            leaf._buffers[name] = self._fake(buffer)
+
+    def _fake(self, like: Tensor) -> Tensor:
+        dtype = self.as_dtype if self.as_dtype is not None and like.is_floating_point() else like.dtype
+        with self.mode:
+            return torch.empty(like.shape, dtype=dtype, device="cpu")
 
 
-class NoLogs:
-    """In the place of the exchange of logged values, which looks at them."""
+class DryLogs(LogExchange):
+    """The exchange of logged values with its messages, and nothing logged. Names of other stages are not known here."""
 
-    host_pp_group = None
-
-    def share_signature(self, items: list[Any], is_last: bool) -> list[Any]:
+    def share_signature(self, items: list[Any], is_last_stage: bool) -> list[Any]:
+        if self.host_pp_group is not None:
+            dist.broadcast(torch.zeros(2, dtype=torch.long), group=self.host_pp_group, group_src=self.last_stage_rank)
         return items
-
-    def reduce(self, *args: Any) -> tuple[Tensor, list[Any], list[Any], Tensor, Tensor]:
-        zero = torch.zeros(())
-        return zero, [], [], zero, zero
 
     def log(self, *args: Any) -> None:
         pass
+
+
+def tied_copies(module: nn.Module, tied: list[list[str]], mesh: Mesh) -> list[TiedCopy]:
+    """What this stage shares with another: of the tied names some are held here, and the others on the first or last stage."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    copies = []
+    for names in tied:
+        here = [name for name in names if name in own]
+        if here and len(here) < len(names) and mesh.size("pp") > 1:
+            peer = mesh.size("pp") - 1 if mesh.pp_rank == 0 else 0
+            copies.append(TiedCopy(own[here[0]], names[0], peer, is_second=mesh.pp_rank > peer))
+    return copies
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -79,38 +85,21 @@ class _FusedRMSNorm(torch.autograd.Function):
 @contextlib.contextmanager
 def one_rank(world_size: int, rank: int) -> Iterator[None]:
     """A process group of which only this rank exists: its collectives do nothing, and nothing is agreed on by values."""
-    if dist.is_initialized():
-        raise RuntimeError("a dry run needs a process of its own: a process group exists already")
-    propagate, rms_norm, warm_up = ShardingPropagator._propagate_tensor_meta, torch.rms_norm, _PipelineSchedule._warmup_p2p
-    forward = schedule._Shell.forward
-
-    def without_modes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # DTensor learns shapes from tensors of GLOBAL shape, which no rank ever holds.
-        with _disable_current_modes():
-            return propagate(self, *args, **kwargs)
+    rms_norm, forward = torch.rms_norm, schedule._Shell.forward
 
     def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         return _FusedRMSNorm.apply(x, weight)
-
-    def shapes_are_given(self: Any, stages: list[Any], *args: Any, **kwargs: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
 
     def in_order(self: Any, x: Tensor, index: Tensor | None = None) -> Tensor:
         # The number of the micro-batch is a value; GPipe and 1F1B run them in order.
         number = self.__dict__["number"] = self.__dict__.get("number", -1) + 1
         return self.run(number, None if self.is_first else x)
 
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    ShardingPropagator._propagate_tensor_meta = without_modes  # type: ignore[method-assign]
-    torch.rms_norm = fused_rms_norm  # type: ignore[assignment]
-    _PipelineSchedule._warmup_p2p = shapes_are_given  # type: ignore[method-assign]
-    schedule._Shell.forward = in_order  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta = propagate  # type: ignore[method-assign]
-        torch.rms_norm = rms_norm
-        _PipelineSchedule._warmup_p2p = warm_up  # type: ignore[method-assign]
-        schedule._Shell.forward = forward  # type: ignore[method-assign]
-        dist.destroy_process_group()
+    with fake_process_group(world_size, rank), no_global_shapes(), static_pipeline_shapes():
+        torch.rms_norm = fused_rms_norm  # type: ignore[assignment]
+        schedule._Shell.forward = in_order  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.rms_norm = rms_norm
+            schedule._Shell.forward = forward  # type: ignore[method-assign]
