@@ -22,6 +22,9 @@ import lightning  # noqa: F401  (imported before the fork, so that the ranks nee
 import torch
 import torch.distributed as dist
 
+with contextlib.suppress(ImportError):
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
 _CONTEXT = multiprocessing.get_context("fork")
 
 

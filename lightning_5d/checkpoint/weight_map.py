@@ -118,7 +118,7 @@ def _map_maker_for(part: nn.Module) -> MakeWeightMap | None:
         if cls in _MAPS:
             return _MAPS[cls]
     # A model of theirs or ours can only be here if its module was imported.
-    ours, theirs = sys.modules.get("lightning_5d.models.llama"), sys.modules.get("transformers")
+    ours, theirs = sys.modules.get("lightning_5d.models.llama"), sys.modules.get("transformers.modeling_utils")
     if ours is not None and isinstance(part, ours.Llama):
         return llama_weight_map
     if theirs is not None and isinstance(part, theirs.PreTrainedModel):
