@@ -79,17 +79,17 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
 @contextlib.contextmanager
 def no_global_shapes() -> Iterator[None]:
     """DTensor learns shapes from fake tensors of GLOBAL shape, which no rank ever holds: inside, no mode sees them."""
-    propagate = ShardingPropagator._propagate_tensor_meta
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def without_modes(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return propagate(self, *args, **kwargs)
 
-    ShardingPropagator._propagate_tensor_meta = without_modes  # type: ignore[method-assign]
+    ShardingPropagator._propagate_tensor_meta_non_cached = without_modes  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta = propagate  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
