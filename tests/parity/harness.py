@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -29,19 +28,24 @@ def whole(tensor: Tensor) -> Tensor:
 class Record(L.Callback):
     """Loss, gradients (before clipping) and their norm of every optimizer step."""
 
-    def __init__(self) -> None:
+    def __init__(self, losses_only: bool = False) -> None:
+        self.losses_only = losses_only
         self.losses: list[float] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.norms: list[float] = []
         self.dtypes: set[tuple[str, torch.dtype]] = set()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        if self.losses_only:
+            return
         named = [(n, p) for n, p in module.named_parameters() if p.grad is not None]
         self.dtypes |= {("parameter", p.dtype) for _, p in named} | {("gradient", p.grad.dtype) for _, p in named}
         self.gradients.append({n: whole(p.grad) for n, p in named})
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, out: Any, batch: Any, index: int) -> None:
         self.losses.append(float(out["loss"]) * trainer.accumulate_grad_batches)
+        if self.losses_only:
+            return
         if len(self.norms) < trainer.global_step and trainer.gradient_clip_algorithm != "value":
             if isinstance(trainer.strategy, LayoutStrategy):
                 assert trainer.strategy.grad_norm is not None
@@ -96,11 +100,12 @@ def fit(
     make: Callable[[], L.LightningModule],
     strategy_options: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    losses_only: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Runs in a rank: ``STEPS`` optimizer steps and a validation; returns what one rank can see of them."""
     torch.manual_seed(0)
-    module, record = make(), Record()
+    module, record = make(), Record(losses_only)
     strategy = None if layout is None else LayoutStrategy(layout, **(strategy_options or {}))
     options = {"gradient_clip_val": 0.5, "max_epochs": 1, **options}
     trainer = trainer_of(strategy, world_size, use_distributed_sampler=False, callbacks=[record], **options)
@@ -116,18 +121,15 @@ def fit(
     }
 
 
-@functools.cache
-def _reference(key: str, make: Callable[[], L.LightningModule], frozen: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return run_ranks(1, fit, None, 1, make, **dict(frozen))[0]
+_REFERENCES: dict[str, dict[str, Any]] = {}
 
 
 def reference(make: Callable[[], L.LightningModule], **options: Any) -> dict[str, Any]:
     """The same training in one process under Lightning's own strategy; run once for each module and options."""
-    data = options.pop("data", None)
-    key = f"{sorted(options.items())}{sorted((data or {}).items(), key=str)}"
-    if data is not None:
-        return run_ranks(1, fit, None, 1, make, data=data, **options)[0]
-    return _reference(key, make, tuple(sorted(options.items())))
+    key = repr((make, sorted(options.items())))  # functions by their address
+    if key not in _REFERENCES:
+        (_REFERENCES[key],) = run_ranks(1, fit, None, 1, make, **options)
+    return _REFERENCES[key]
 
 
 def difference(a: Tensor, b: Tensor) -> float:

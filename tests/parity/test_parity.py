@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.parity.harness import Data, assert_parity, fit, moved, reference, trainer_of
-from tests.parity.models import HandWritten, HuggingFace, own_llama
+from tests.parity.models import ROWS, HandWritten, HuggingFace, own_llama
 from tests.ranks import run_ranks
 
 
@@ -84,6 +84,23 @@ def test_parity(case: str) -> None:
 def test_parity_of_every_kind(case: str) -> None:
     layout, model = case.split("-")
     check(layout, MODELS[model])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "accumulate"), [("pp2", 1), ("pp2", 2), ("pp4", 3), ("tp2_pp2", 1)])
+def test_twenty_batches_have_the_losses_of_one_process(layout: str, accumulate: int) -> None:
+    """Losses alone: after a dozen such steps gradients differ by more than the tolerance from rounding."""
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "data": {"num_rows": 20 * ROWS}, "losses_only": True}
+    expected = reference(llama, **options)
+    assert len(expected["losses"]) == 20
+    for rank in run_ranks(world_size(layout), fit, layout, world_size(layout), llama, **options):
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2", "dp2_zero3"])
+def test_ten_steps_of_tied_weights(layout: str) -> None:
+    check(layout, hand_tied, data={"num_rows": 10 * ROWS})
 
 
 def test_what_is_compared_moves() -> None:
