@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
 
 
 def console_line(step: int, loss: float | None, metrics: Mapping[str, float], measured_peak: bool = False) -> str:
@@ -28,3 +31,9 @@ def short_number(value: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}T"
+
+
+def loss_of(outputs: Any) -> float | None:
+    """The loss in what `training_step` returned; None when there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else None

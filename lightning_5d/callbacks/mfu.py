@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_5d.advisor.flops import (
-    Shape,
-    check_formula,
-    flops_per_token,
-    num_recomputed_layers,
-    recomputed_flops_per_token,
-    utilization,
-)
-from lightning_5d.advisor.hardware import canonical_dtype
+from lightning_5d.advisor.flops import check_formula, num_recomputed_layers
+from lightning_5d.advisor.hardware import Gpu, canonical_dtype
 from lightning_5d.callbacks.bubble import bubble_share
-from lightning_5d.callbacks.console import console_line
-from lightning_5d.callbacks.peak import Peak, device_name, find_peak, matmul_dtype, peak_memory_gib
-from lightning_5d.callbacks.ranks import data_parallel_size, gather, synchronize
-from lightning_5d.callbacks.stopwatch import Stopwatch, pause_while_saving
+from lightning_5d.callbacks.comparison import comparison_table
+from lightning_5d.callbacks.console import console_line, loss_of
+from lightning_5d.callbacks.meter import Meter
+from lightning_5d.callbacks.peak import Peak, device_name, find_peak, matmul_dtype
+from lightning_5d.callbacks.prediction import Prediction, Setting, try_to_predict
+from lightning_5d.callbacks.recomputed import is_checkpointed
 from lightning_5d.callbacks.tokens import find_token_ids
 
+if TYPE_CHECKING:
+    from lightning_5d.plan import ModelShape
 
-@dataclass
-class _Window:
-    """What this rank ran since the last log step. NaN: cannot be told."""
-
-    num_steps: int = 0
-    num_tokens: float = 0
-    flops: float = 0
-    recomputed_flops: float = 0
+COMPARED_AFTER_STEPS = 10
+"""Measured steps before prediction and measurement are compared."""
 
 
 class MFUMonitor(Callback):
@@ -45,7 +34,12 @@ class MFUMonitor(Callback):
 
     `perf/tokens_per_s` of the whole job, `perf/tokens_per_s_per_gpu`, `perf/step_time_s`, `perf/tflops_per_gpu` (the model's
     operations, none recomputed), `perf/mfu` and `perf/hfu` (shares of 1), `perf/peak_memory_gib` (of the fullest rank) and,
-    under pipeline parallelism, `perf/bubble` (closed form, share of the ideal time).
+    under pipeline parallelism, `perf/bubble` (closed form, share of the ideal time). `perf/data_wait` is the loader's share of
+    the step time.
+
+    Once a fit, after ten measured steps, rank 0 prints what `lightning_5d.advisor.estimate` predicts for this run beside what
+    was measured, and where the missing MFU went. From then on `prediction/step_time_s`, `prediction/tokens_per_s_per_gpu`,
+    `prediction/mfu` and `prediction/peak_memory_gib` are logged too.
 
     A figure that cannot be had is not logged, and one message says which and why. Time counts waiting for data, not
     validation or saving. Between log steps nothing waits for the accelerator and nothing is communicated.
@@ -59,6 +53,9 @@ class MFUMonitor(Callback):
         recompute: activation checkpointing for `perf/hfu`, as a layout writes `ac`: 0, 1, N or "sel"; None: the layout's, and
             without one 0, unless checkpointed modules are found (then no `perf/hfu`).
         print_line: whether rank 0 prints a line at log steps, above a progress bar if there is one.
+        predict: whether prediction and measurement are compared.
+        hardware: the device, where its own name does not tell: the advisor's name of a GPU ("h100"), or a YAML file with the
+            figures of your own (docs/advisor.md). Gives the prediction and the peak.
         tokens_key: entry of the batch that holds token ids; without it the first 2-D integer tensor counts.
         clock: seconds.
 
@@ -74,6 +71,8 @@ class MFUMonitor(Callback):
         warmup_steps: int = 1,
         recompute: int | str | None = None,
         print_line: bool = True,
+        predict: bool = True,
+        hardware: str | None = None,
         tokens_key: str = "input_ids",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -92,12 +91,16 @@ class MFUMonitor(Callback):
         self.warmup_steps = warmup_steps
         self.recompute = recompute
         self.print_line = print_line
+        self.predict = predict
+        self.hardware = hardware
         self.tokens_key = tokens_key
         self.clock = clock
-        self._shape: Shape | None = None
+        self._gpu = None if hardware is None else _require_gpu(hardware)
+        self._shape: ModelShape | None = None
         self._why_no_shape = ""
         self._said: set[str] = set()
-        self._stopwatch: Stopwatch | None = None
+        self._meter: Meter | None = None
+        self._prediction: Prediction | None = None
 
     # ---- what does not change during a fit
 
@@ -113,16 +116,23 @@ class MFUMonitor(Callback):
             self._why_no_shape = "the strategy knows no plan of this model"
         elif self._shape is None and not isinstance(strategy, FSDPStrategy):  # whose flat parameters have lost their shapes
             self._find_shape(pl_module)
-        self._peak = self._find_peak(trainer, pl_module)
+        self._device_name = device_name(device)
+        self._dtype = self.dtype or matmul_dtype(str(trainer.precision), pl_module)
+        self._peak = self._find_peak(trainer)
         self._recompute = self._find_recompute(strategy, pl_module)
-        self._dp_size = data_parallel_size(trainer)
+        self._meter = Meter(
+            trainer,
+            self.clock,
+            shape=self._shape,
+            formula=self.formula,
+            recompute=self._recompute,
+            peak_tflops=self._peak.tflops,
+        )
         self._every = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._warmup_left = self.warmup_steps
         self._global_step = trainer.global_step
         self._has_reported = False
-        self._window: _Window | None = None
-        self._stopwatch = Stopwatch(self.clock, lambda: synchronize(device))
-        self._undo_pausing = pause_while_saving(trainer, self._stopwatch)
+        self._prediction, self._has_compared = None, False
         if self._shape is None:
             self._say(f"MFUMonitor: no perf/mfu, perf/hfu, perf/tflops_per_gpu, as nothing can be counted: {self._why_no_shape}.")
         if self._peak.tflops is None:
@@ -141,13 +151,12 @@ class MFUMonitor(Callback):
         except ValueError as error:
             self._shape, self._why_no_shape = None, str(error)
 
-    def _find_peak(self, trainer: Trainer, module: LightningModule) -> Peak:
+    def _find_peak(self, trainer: Trainer) -> Peak:
         if self.peak_tflops is not None:
             return Peak(self.peak_tflops)
-        name = device_name(trainer.strategy.root_device)
-        if name == "cpu":
+        if self._gpu is None and self._device_name == "cpu":
             trainer.strategy.barrier("MFUMonitor")  # processes that share a CPU must measure at the same time
-        return find_peak(name, self.dtype or matmul_dtype(str(trainer.precision), module))
+        return find_peak(self._device_name, self._dtype, self._gpu)
 
     def _find_recompute(self, strategy: Any, module: nn.Module) -> int | str | None:
         if self.recompute is not None:
@@ -155,7 +164,7 @@ class MFUMonitor(Callback):
         layout = getattr(strategy, "layout", None)
         if layout is not None and layout.ac != 0:
             return layout.ac
-        if any(_is_checkpointed(part) for part in module.modules()):
+        if any(is_checkpointed(part) for part in module.modules()):
             self._say(
                 "MFUMonitor: no perf/hfu, since activation checkpointing was found but not how much of the model it "
                 "recomputes. Pass MFUMonitor(recompute=...): 1 for every layer, N for every Nth."
@@ -166,49 +175,41 @@ class MFUMonitor(Callback):
     # ---- a step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._window is None and not self._warmup_left:
-            self._begin_window()
+        if self._metered.window is None and not self._warmup_left:
+            self._begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        meter = self._metered
         stepped = trainer.global_step != self._global_step
         self._global_step = trainer.global_step
-        if self._window is None:
+        if meter.window is None:
             if stepped:
                 self._warmup_left -= 1
                 if not self._warmup_left:
-                    self._begin_window()
+                    self._begin()
             return
-        self._count(batch)
-        if not stepped:
-            return
-        self._window.num_steps += 1
-        if self._is_log_step(trainer):
-            self._report(trainer, pl_module, outputs)
-
-    def _begin_window(self) -> None:
-        assert self._stopwatch is not None
-        self._window, self._reported_step = _Window(), self._global_step
-        self._stopwatch.start()
-
-    def _count(self, batch: Any) -> None:
-        assert self._window is not None
         ids = find_token_ids(batch, self.tokens_key)
         if ids is None:
             self._say(
-                "MFUMonitor: only perf/step_time_s and perf/peak_memory_gib, as tokens cannot be counted: the batch has neither "
-                f"an entry '{self.tokens_key}' nor a 2-D integer tensor. MFUMonitor(tokens_key=...) names the entry."
+                "MFUMonitor: only perf/step_time_s, perf/data_wait and perf/peak_memory_gib, as tokens cannot be counted: the "
+                f"batch has neither an entry '{self.tokens_key}' nor a 2-D integer tensor. MFUMonitor(tokens_key=...) names the "
+                "entry."
             )
-        num_tokens = math.nan if ids is None else ids.numel()
-        self._window.num_tokens += num_tokens
-        if ids is None or self._shape is None:
-            self._window.flops = self._window.recomputed_flops = math.nan
+        meter.count(ids)
+        if not stepped:
             return
-        seq_len = ids.shape[-1]
-        self._window.flops += num_tokens * flops_per_token(self._shape, seq_len, self.formula)
-        again = math.nan
-        if self._recompute is not None:
-            again = recomputed_flops_per_token(self._shape, seq_len, self._recompute, self.formula)
-        self._window.recomputed_flops += num_tokens * again
+        meter.window.num_steps += 1
+        if self._is_log_step(trainer):
+            self._report(trainer, pl_module, outputs)
+
+    @property
+    def _metered(self) -> Meter:
+        assert self._meter is not None, "a fit has begun"
+        return self._meter
+
+    def _begin(self) -> None:
+        self._reported_step = self._global_step
+        self._metered.begin()
 
     def _is_log_step(self, trainer: Trainer) -> bool:
         if not self._every:  # Lightning's way to switch logging off
@@ -221,66 +222,72 @@ class MFUMonitor(Callback):
         return last and not self._has_reported  # a run too short for a log step still gets its figures
 
     def _report(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
-        assert self._stopwatch is not None and self._window is not None
-        window, elapsed_s, device = self._window, self._stopwatch.lap(), trainer.strategy.root_device
-        self._window, self._reported_step, self._has_reported = _Window(), self._global_step, True
-        memory_gib = peak_memory_gib(device)
-        ranks = gather(
-            [
-                elapsed_s,
-                window.num_tokens,
-                window.flops,
-                window.recomputed_flops,
-                math.nan if self._peak.tflops is None else self._peak.tflops,
-                math.nan if memory_gib is None else memory_gib,
-            ],
-            device,
-        )
-        metrics = self._metrics(ranks, window.num_steps)
+        meter = self._metered
+        metrics = meter.close()
+        self._reported_step, self._has_reported = self._global_step, True
         layout, num_microbatches = getattr(trainer.strategy, "layout", None), getattr(trainer.strategy, "num_microbatches", None)
         if layout is not None and layout.pp > 1 and num_microbatches:
             metrics["perf/bubble"] = bubble_share(layout, num_microbatches)
+        if self.predict and not self._has_compared and meter.totals.num_steps >= COMPARED_AFTER_STEPS:
+            self._compare(trainer, pl_module)
+        predicted = self._prediction.keys() if self._prediction is not None else {}
         # Equal on all ranks: reducing again would cost, and on rank 0 alone ModelCheckpoint(monitor=...) would hang.
-        pl_module.log_dict(metrics, on_step=True, on_epoch=False, sync_dist=False, rank_zero_only=False, batch_size=1)
+        pl_module.log_dict(
+            {**metrics, **predicted}, on_step=True, on_epoch=False, sync_dist=False, rank_zero_only=False, batch_size=1
+        )
         if self.print_line and trainer.is_global_zero:
-            pl_module.print(console_line(self._global_step, _loss_of(outputs), metrics, self._peak.measured))
+            # Lightning divides the loss of an accumulated batch.
+            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            loss = loss_of(outputs)
+            line = console_line(self._global_step, None if loss is None else loss * parts, metrics, self._peak.measured)
+            pl_module.print(line)
 
-    def _metrics(self, ranks: list[list[float]], num_steps: int) -> dict[str, float]:
-        """Figures of the whole job from one row a rank: the slowest rank's time, each dp rank's tokens once, all ranks' peaks."""
-        num_gpus = len(ranks)
-        elapsed_s, tokens, flops, recomputed_flops, peak_tflops, memory_gib = zip(*ranks, strict=True)
-        seconds, copies = max(elapsed_s), num_gpus / self._dp_size  # ranks that see the same tokens
-        num_tokens, total_flops, total_recomputed = (sum(column) / copies for column in (tokens, flops, recomputed_flops))
-        metrics = {"perf/step_time_s": seconds / num_steps, "perf/peak_memory_gib": max(memory_gib)}
-        if seconds > 0 and num_tokens > 0:
-            rate, per_token, mean_peak = num_tokens / seconds, total_flops / num_tokens, sum(peak_tflops) / num_gpus
-            metrics["perf/tokens_per_s"] = rate
-            metrics["perf/tokens_per_s_per_gpu"] = rate / num_gpus
-            metrics["perf/tflops_per_gpu"] = total_flops / seconds / num_gpus / 1e12
-            metrics["perf/mfu"] = utilization(rate, per_token, num_gpus, mean_peak)
-            metrics["perf/hfu"] = utilization(rate, per_token + total_recomputed / num_tokens, num_gpus, mean_peak)
-        return {key: value for key, value in metrics.items() if not math.isnan(value)}
+    # ---- prediction beside measurement
+
+    def _compare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Predicts, on every rank alike, and prints on rank 0. Once a fit; its time is not counted."""
+        self._has_compared = True
+        totals, dp_size = self._metered.totals, self._metered.dp_size
+        setting = Setting(self._shape, self._device_name, self._gpu, self._dtype, self._recompute, self.formula, dp_size)
+        self._prediction, why_not = try_to_predict(trainer, pl_module, setting, totals)
+        if trainer.is_global_zero:
+            is_measured = self._peak.measured
+            table = comparison_table(trainer, totals, dp_size, self._prediction, why_not, is_peak_measured=is_measured)
+            pl_module.print(table)
+        self._metered.stopwatch.start()
+
+    def _compare_at_the_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """For a run that was too short, or whose log steps were too far apart."""
+        meter = self._metered
+        if meter.window is not None and meter.window.num_steps:
+            meter.close()
+        if meter.totals.num_steps:
+            self._compare(trainer, pl_module)
+        else:
+            self._say("MFUMonitor: no prediction beside measurement, as the run ended within its warm-up.")
 
     # ---- what does not count as training
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.pause()
+        if self._meter is not None:
+            self._meter.stopwatch.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.resume()
+        if self._meter is not None:
+            self._meter.stopwatch.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._meter is not None and self.predict and self._every and not self._has_compared:
+            self._compare_at_the_end(trainer, pl_module)
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop()
 
     def _stop(self) -> None:
-        if self._stopwatch is not None:
-            self._undo_pausing()
-            self._stopwatch = None
+        if self._meter is not None:
+            self._meter.end()
+            self._meter = None
 
     def _say(self, text: str, warn: bool = False) -> None:
         if text not in self._said:
@@ -288,12 +295,7 @@ class MFUMonitor(Callback):
             (rank_zero_warn if warn else rank_zero_info)(text)
 
 
-def _is_checkpointed(module: nn.Module) -> bool:
-    """Torch's checkpoint wrapper (FSDP, torchtitan), or the flag of transformers and diffusers."""
-    is_wrapper = any(cls.__name__ == "CheckpointWrapper" for cls in type(module).__mro__)
-    return is_wrapper or getattr(module, "gradient_checkpointing", False) is True
+def _require_gpu(hardware: str) -> Gpu:
+    from lightning_5d.advisor.own_gpu import require_gpu  # late: seldom needed
 
-
-def _loss_of(outputs: Any) -> float | None:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    return require_gpu(hardware)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_5d.advisor.hardware import find_gpu
+from lightning_5d.advisor.hardware import Gpu, find_gpu
 
 _DTYPE_OF_PRECISION = {
     "16-true": "fp16",
@@ -53,14 +53,16 @@ def matmul_dtype(precision: str, module: nn.Module) -> str | None:
     return dtype
 
 
-def find_peak(name: str, dtype: str | None) -> Peak:
-    """Dense peak of the device called ``name`` for matrix products in ``dtype``: from the table, or measured on a CPU."""
+def find_peak(name: str, dtype: str | None, gpu: Gpu | None = None) -> Peak:
+    """Dense peak of the device called ``name`` for matrix products in ``dtype``: of ``gpu`` when it is given, else from the
+    table, or measured on a CPU.
+    """
     override = "Pass MFUMonitor(peak_tflops=...), the DENSE peak of one device in TFLOP/s."
     if dtype is None:
         return Peak(
             None, f"The dtype of matrix products cannot be told from the precision. Pass MFUMonitor(dtype=...). {override}"
         )
-    if name == "cpu":
+    if gpu is None and name == "cpu":
         if dtype not in _TORCH_DTYPES:
             return Peak(None, f"{dtype} cannot be measured on a CPU. {override}")
         tflops = measure_matmul_tflops(_TORCH_DTYPES[dtype])
@@ -69,7 +71,7 @@ def find_peak(name: str, dtype: str | None) -> Peak:
             "MEASURED by a matrix product in all processes at once. MFU on a CPU is a share of that, not of a specification."
         )
         return Peak(tflops, note, measured=True)
-    gpu = find_gpu(name)
+    name, gpu = (name, find_gpu(name)) if gpu is None else (gpu.name, gpu)
     tflops_known = gpu.peak(dtype) if gpu is not None else None
     if tflops_known is None:
         missing = f"accelerator '{name}'" if gpu is None else f"'{name}' in {dtype}"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_5d.callbacks import MFUMonitor
+from lightning_5d.callbacks import meter as meter_file
 from lightning_5d.callbacks import mfu as mfu_file
 from lightning_5d.callbacks import peak as peak_file
 from lightning_5d.layout import Layout
@@ -60,6 +61,7 @@ def test_the_figures_of_a_single_device():
             "perf/tflops_per_gpu": FLOPS_PER_TOKEN * SEQ_LEN / 1e12,
             "perf/mfu": MFU,
             "perf/hfu": MFU,
+            "perf/data_wait": 0,
         }
     )
 
@@ -149,7 +151,7 @@ def run_layouts(*layouts, world_size, num_microbatches=4, shape=SHAPE, make_modu
     """One fit a layout on one process that stands for ``world_size`` equal ones."""
 
     def fit_each():
-        mfu_file.gather = lambda values, device: [values] * world_size
+        meter_file.gather = lambda values, device: [values] * world_size
         strategies = [FakeLayoutStrategy(layout, world_size, num_microbatches, shape) for layout in layouts]
         return [fit(make_module=make_module, trainer={"strategy": strategy, "accelerator": "auto"}) for strategy in strategies]
 
@@ -238,22 +240,22 @@ def test_lightnings_own_tensor_parallelism_does_not_multiply_tokens():
 
 
 def fit_counting(every, steps):
-    """Fits on ranks and counts waits for the device and gathers."""
+    """Fits on ranks and counts waits for the device and gathers, and reads of the clock that are not the stopwatch's."""
     waits, gathers = [], []
-    mfu_file.synchronize = waits.append
-    real_gather = mfu_file.gather
-    mfu_file.gather = lambda values, device: gathers.append(1) or real_gather(values, device)
+    meter_file.synchronize = waits.append
+    real_gather = meter_file.gather
+    meter_file.gather = lambda values, device: gathers.append(1) or real_gather(values, device)
     strategy = DDPStrategy(process_group_backend="gloo")
     result = fit(
         trainer={"strategy": strategy, "devices": 2, "log_every_n_steps": every, "max_steps": steps}, batches={"batch_size": 2}
     )
-    return len(waits), len(gathers), result["num_clock_reads"]
+    return len(waits), len(gathers), result["num_clock_reads"] - 2 * steps  # around each fetch, on the host
 
 
 def test_between_log_steps_nothing_waits_and_nothing_is_communicated():
     for waits, gathers, reads in run_ranks(2, fit_counting, every=5, steps=15):
         assert gathers == 3
-        assert waits == reads == 1 + 3  # the end of the warm-up, and the log steps
+        assert waits == reads == 1 + 3 + 1  # the end of the warm-up, the log steps, and the comparison at one of them
 
 
 # ---- the peak
@@ -361,7 +363,8 @@ class NoTokens(LightningModule):
 
 def test_a_module_without_plan_and_tokens_has_its_step_time_and_says_what_is_missing():
     result = run(make_module=NoTokens, batches={"collate_fn": lambda samples: {"x": torch.ones(len(samples), 3)}})
-    assert set(result["metrics"]) == {"perf/step_time_s", "perf/peak_memory_gib"} and result["metrics"]["perf/step_time_s"] == 2
+    assert set(result["metrics"]) == {"perf/step_time_s", "perf/peak_memory_gib", "perf/data_wait"}
+    assert result["metrics"]["perf/step_time_s"] == 2
     texts = [text for _, text in result["said"]]
     assert sum("tokens cannot be counted" in text for text in texts) == 1
     assert sum("no plan is known for NoTokens" in text for text in texts) == 1
@@ -426,6 +429,22 @@ class CountLines(Callback):
         pl_module.print = self.lines.append
 
 
+def test_the_line_has_the_loss_of_the_module_also_when_batches_are_accumulated():
+    class Seven(Timed):
+        def training_step(self, batch, batch_idx):
+            return 0 * super().training_step(batch, batch_idx) + 7
+
+    def lines_of_each():
+        counter, lines = CountLines(), []
+        for accumulated in (1, 4):
+            trainer = {"max_steps": 3, "accumulate_grad_batches": accumulated}
+            fit(make_module=Seven, callbacks=(counter,), trainer=trainer, monitor={"predict": False})
+            lines.append([line.split(" | ")[1] for line in counter.lines])
+        return lines
+
+    assert run_ranks(1, lines_of_each)[0] == [["loss 7.000"] * 2] * 2
+
+
 def test_its_own_interval_and_lightnings_switch():
     def lines_of_each():
         counter, lines = CountLines(), []
@@ -435,7 +454,7 @@ def test_its_own_interval_and_lightnings_switch():
             ({"print_line": False}, {}),
         ):
             fit(callbacks=(counter,), monitor=monitor, trainer=trainer)
-            lines.append([line.split(" | ")[0] for line in counter.lines])
+            lines.append([line.split(" | ")[0] for line in counter.lines if line.startswith("step ")])
         return lines
 
     assert run_ranks(1, lines_of_each)[0] == [["step 6", "step 9"], [], []]
