@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace) -> list[Any]:
     recipe = read_recipe(args.config, args.layout)
     layout = recipe.layout.resolve(args.world_size)
     made = batches(recipe, args.seq_len, args.global_batch)
-    global_batch = made.global_batch or (made.rows or 1) * (layout.dp or 1)
+    global_batch = (made.rows or 1) * (layout.dp or 1) if made.global_batch is None else made.global_batch
     return dry_run(
         recipe.make_module, made.make, layout, args.world_size, global_batch=global_batch, exact=args.exact, **recipe.options
     )
@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> list[Any]:
 
 def _one_sentence(error: BaseException) -> str:
     """What went wrong, and where in the user's own code; for what was not foreseen, of which kind it is."""
-    while error.__cause__ is not None:  # a pipeline's stage wraps what its step raises
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:  # a pipeline's stage wraps what its step raises
         error = error.__cause__
     text = " ".join(str(error).split()) or "no message"
     if isinstance(error, (ValueError, OSError, yaml.YAMLError)):

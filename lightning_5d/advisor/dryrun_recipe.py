@@ -125,7 +125,8 @@ def batches(recipe: Recipe, seq_len: int | None, global_batch: int | None) -> Ba
         defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items()}
         _check_names(arguments, defaults, "data.init_args")
         seq_len = arguments.get("seq_len", defaults.get("seq_len"))
-        global_batch = global_batch or arguments.get("global_batch_size", defaults.get("global_batch_size"))
+        if global_batch is None:
+            global_batch = arguments.get("global_batch_size", defaults.get("global_batch_size"))
     if not all(isinstance(n, int) and n > 0 for n in (seq_len, global_batch)):
         raise ValueError(
             f"seq_len {seq_len!r} and the global batch {global_batch!r} must be whole numbers above 0: see --seq-len, --global-batch"
