@@ -45,7 +45,7 @@ class TiedCopy:
 
 class Gradients:
     """The gradients of one rank. Order of a step: :meth:`clear`, the schedule, :meth:`make_whole`, :meth:`set_aside`,
-    Lightning's zero_grad, :meth:`put_back`, :meth:`clip_by_norm`.
+    zero_grad, :meth:`put_back`, :meth:`clip_by_norm`.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class Gradients:
     ) -> None:
         self.parameters = list(dict.fromkeys(parameters))
         self._own_zero_grad = own_zero_grad
-        """Whether the user decides what zero_grad drops: the last step's gradients are then kept until it has run."""
+        """Whether the user decides what zero_grad drops: the last step's gradients are then kept until it has run, and the new
+        ones set aside from it. Lightning's own zero_grad is not called: see lightning_quick.py."""
         self._last: list[Tensor | None] | None = None
         self.mesh, self.tied = mesh, list(tied)
         self._find_partial = partial
@@ -67,7 +68,7 @@ class Gradients:
         self._second_copies = {id(t.parameter) for t in self.tied if t.is_second}
 
     def clear(self) -> None:
-        """Drops the last step's gradients: Lightning's own zero_grad comes only after the schedule has run."""
+        """Drops the last step's gradients: zero_grad would come only after the schedule has run."""
         if self._own_zero_grad:
             self._last = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
@@ -91,7 +92,9 @@ class Gradients:
             own.add_(other)
 
     def set_aside(self) -> None:
-        """Takes the gradients off the parameters, without a copy, so that zero_grad does not reach them."""
+        """Takes the gradients off the parameters, without a copy, so that the user's own zero_grad does not reach them."""
+        if not self._own_zero_grad:
+            return
         self._aside = [parameter.grad for parameter in self.parameters]
         last, self._last = self._last or [None] * len(self.parameters), None
         for parameter, gradient in zip(self.parameters, last, strict=True):

@@ -35,7 +35,8 @@ from lightning_5d.data.resumable import resumable
 from lightning_5d.gradients import Gradients, find_tied, tied_across_stages
 from lightning_5d.kernels import use_kernels
 from lightning_5d.layout import Layout, check_model
-from lightning_5d.lightning_private import SigtermAgreement, settle_results
+from lightning_5d.lightning_private import SigtermAgreement
+from lightning_5d.lightning_quick import QuickSteps
 from lightning_5d.mesh import Mesh, build_mesh, host_group_along_pp
 from lightning_5d.parallel.materialize import Materializer, broadcast_from_rank_zero
 from lightning_5d.parallel.parallelize import Parallelized, parallelize
@@ -99,6 +100,7 @@ class LayoutStrategy(ParallelStrategy):
         self._tied: list[list[str]] = []
         self._checkpoints: CheckpointSession | None = None
         self._sigterm: SigtermAgreement | None = None
+        self._quick: QuickSteps | None = None
         self._reduce_now = True
         self._batch_stays = False
         self._restore_rng = False
@@ -186,6 +188,8 @@ class LayoutStrategy(ParallelStrategy):
         if self._layer_sync is not None:
             raise ValueError("Trainer(sync_batchnorm=True) is not applied under a layout: convert the module's layers yourself")
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._quick is not None:
+            self._quick.end()
         if self._runner is None or self._runner.module is not module:
             refuse_module(module, self.layout, fitting)
             self._lay_out(module)
@@ -203,7 +207,7 @@ class LayoutStrategy(ParallelStrategy):
         hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
         self._batch_stays = self.root_device.type == "cpu" and not any(is_overridden(h, s) for h in hooks for s in sources)
-        settle_results(trainer)
+        self._quick = QuickSteps(module, trainer)
         self.setup_precision_plugin()
         self.barrier()
 
@@ -303,7 +307,7 @@ class LayoutStrategy(ParallelStrategy):
         return resumable(dataloader) if trainer is not None and trainer.training else dataloader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of a batch. The gradients are set aside until :meth:`backward`, behind Lightning's zero_grad."""
+        """Forward and backward of a batch. The gradients are kept from a zero_grad until :meth:`backward`."""
         assert self._runner is not None and self._parts is not None and self.lightning_module is not None
         trainer, gradients, data_parallel = self.lightning_module.trainer, self._whole_gradients, self._parts.data_parallel
         args = (*args, *kwargs.values())
@@ -470,6 +474,9 @@ class LayoutStrategy(ParallelStrategy):
             if self._sigterm is not None:
                 self._sigterm.end()
                 self._sigterm = None
+            if self._quick is not None:
+                self._quick.end()
+                self._quick = None
             if self.async_save and self._lightning_module is not None and self._lightning_module._trainer is not None:
                 restore_links(self._lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         if self.cluster_environment is not None:

@@ -1,7 +1,7 @@
 """Plain data parallelism (``zero0``): whole parameters on every replica, one all-reduce a group of gradients and step.
 
-Groups are reduced in one order, the last layer's first, each as soon as the step's last backward has its gradients. What is
-left in the module is reduced last: it holds the embedding.
+A group is a layer, or several small ones. Groups are reduced in one order, the last layer's first, each as soon as the step's
+last backward has its gradients. What is left in the module is reduced last: it holds the embedding.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+MIN_GROUP_BYTES = 4 << 20
+"""Layers whose gradients are smaller share a group: below some megabytes an all-reduce takes as long as a small one."""
+
 
 class _Group:
-    """The parameters of one layer, or of what no layer holds."""
+    """The parameters of one layer or a few, or of what no layer holds."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -36,17 +39,20 @@ class _Group:
         if self.flat is None or self.used is None:
             return
         self.work.wait()
-        gradients = [_gradient(p) for p in self.used]
-        parts = self.flat.split([g.numel() for g in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+        for parameter, part in zip(self.used, self.flat.split([_gradient(p).numel() for p in self.used]), strict=True):
+            gradient = _gradient(parameter)
+            if gradient is parameter.grad and gradient.dtype == part.dtype:
+                parameter.grad = part.view_as(gradient)  # a view of the sum: no copy
+            else:
+                gradient.copy_(part.view_as(gradient))
         self.flat = self.work = None
 
 
 class Replicas:
     """The same interface as :class:`DataParallel`, without sharding. Gradients are summed, in float32."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, min_group_bytes: int = MIN_GROUP_BYTES) -> None:
+        self.group, self.min_group_bytes = group, min_group_bytes
         self._groups: list[_Group] = []
         self._seen: set[nn.Parameter] = set()
         self._is_last = False
@@ -57,7 +63,8 @@ class Replicas:
 
     def wrap_root(self, root: nn.Module) -> None:
         self._groups.append(self._group_of(root))
-        for group in self._groups:
+        self._groups = _merged(self._groups, self.min_group_bytes)
+        for group in self._groups[:-1]:  # the last one is complete only when the backward ends: launch_rest
             for parameter in group.parameters:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda p, group=group: self._on_gradient(group))
@@ -117,6 +124,24 @@ class Replicas:
         is_used = [bool(flag) for flag in flags.tolist()]
         group.used = [p for p, used in zip(group.parameters, is_used, strict=True) if used]
         group.unused = [p for p, used in zip(group.parameters, is_used, strict=True) if not used]
+
+
+def _merged(groups: list[_Group], min_bytes: int) -> list[_Group]:
+    """Neighbours together until they have ``min_bytes`` of gradients, in the same order."""
+    merged: list[_Group] = []
+    size_bytes = min_bytes
+    for group in groups:
+        if size_bytes >= min_bytes:
+            merged.append(_Group([]))
+            size_bytes = 0
+        merged[-1].parameters += group.parameters
+        size_bytes += sum(4 * _numel(p) for p in group.parameters if p.requires_grad)
+    return merged
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Elements on this rank."""
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

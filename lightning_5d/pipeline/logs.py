@@ -60,15 +60,24 @@ class LogRecorder:
         self.module = module
         self.records: dict[str, _Record] = {}
         self.microbatch = 0
+        self._own_log: Any = None
         self._metric_paths: dict[int, str] | None = None
 
     def __enter__(self) -> LogRecorder:
         self.records = {}
+        self._own_log = self.module.__dict__.get("log")
         self.module.__dict__["log"] = self.log
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.module.__dict__.pop("log", None)
+        if self._own_log is None:
+            self.module.__dict__.pop("log", None)
+        else:
+            self.module.__dict__["log"] = self._own_log
+
+    @property
+    def items(self) -> list[LogItem]:
+        return [record.item for record in self.records.values()]
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if args:
@@ -103,7 +112,9 @@ class LogRecorder:
 class LogExchange:
     """Makes loss and log records of the whole batch out of each rank's, and logs them."""
 
-    PADDED_TO = 32
+    MESSAGE = 32
+    """Values in the message of every step. A fixed number, so that ranks that logged different names still meet in one message,
+    and learn of it; what does not fit follows in a second one."""
 
     def __init__(self, module: Any, device: torch.device, contributes: bool, num_replicas: int) -> None:
         self.module, self.device = module, device
@@ -115,6 +126,11 @@ class LogExchange:
         self._known: dict[int, list[LogItem]] = {}
         self._names_differ = DelayedFlag(device)
         self._trouble: str | None = None
+        self._vector: Tensor | None = None
+        self._work: Any = None
+        self._slots: list[tuple[int, int | None]] = []
+        self._peaks: list[tuple[int, float, Any]] = []
+        self._signature = 0.0
 
     def share_signature(self, items: list[LogItem], is_last_stage: bool) -> list[LogItem]:
         """The last stage's log items, on every stage. Names travel only when they are new; after that, eight bytes."""
@@ -130,7 +146,7 @@ class LogExchange:
             self._known[key] = box[0]
         return self._known[key]
 
-    def reduce(
+    def launch(
         self,
         items: list[LogItem],
         records: dict[str, _Record],
@@ -138,54 +154,61 @@ class LogExchange:
         weights: LossWeights | None,
         rows: int,
         stop: bool,
-    ) -> tuple[Tensor, list[Tensor], list[Tensor | None], Tensor, Tensor]:
-        """``(loss, values, batch sizes, rows, stop requests)`` of the whole batch, the same on every rank."""
+    ) -> None:
+        """Starts the sum over the world of this rank's parts. On every rank at one place in the order of its collectives."""
         loss: Any = 0.0
         if self.contributes and losses:
             loss = self._part("the loss", "mean", dict(enumerate(losses)), weights)
-        signature = float(_signature(items))
-        parts = [loss, float(stop)] + ([signature, float(rows)] if self.contributes else [0.0, 0.0])
-        extremes: list[tuple[int, float, Any]] = []
-        slots: list[tuple[int, int | None]] = []
+        self._signature = float(_signature(items))
+        parts = [loss, float(stop)] + ([self._signature, float(rows)] if self.contributes else [0.0, 0.0])
+        self._peaks, self._slots = [], []
         for item in items:
             record = records.get(item.name) if self.contributes else None
             slot = len(parts)
             values = record.values if record is not None else {}
+            part = self._part(item.name, item.reduction, values, weights) if values else None
             if item.reduction in ("max", "min") and item.has_value:
                 sign = 1.0 if item.reduction == "max" else -1.0
-                extremes.append(
-                    (slot, sign, self._part(item.name, item.reduction, values, weights) * sign if values else -torch.inf)
-                )
-                parts.append(0.0)
-            else:
-                parts.append(self._part(item.name, item.reduction, values, weights) if values else 0.0)
+                self._peaks.append((slot, sign, -torch.inf if part is None else part * sign))
+                part = None
+            parts.append(0.0 if part is None else part)
             if item.has_batch_size:
                 parts.append(record.batch_size if record is not None else 0.0)
-            slots.append((slot, slot + 1 if item.has_batch_size else None))
-        # Padded, so that ranks that logged different names still meet in one message, and learn of it.
+            self._slots.append((slot, slot + 1 if item.has_batch_size else None))
         if self._trouble is not None:
             parts[2] = -1.0  # no rank must stop alone: the others would wait for it
-        vector = self._vector([*parts, *[0.0] * (-len(parts) % self.PADDED_TO)])
+        self._vector = self._to_vector([*parts, *[0.0] * (-len(parts) % self.MESSAGE)])
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(vector)
-        self._check_alike(vector[2] - signature * self.num_replicas, items)
-        if dist.is_initialized() and dist.get_world_size() > 1 and extremes:
-            peaks = self._vector([value for _, _, value in extremes])
+            self._work = dist.all_reduce(self._vector[: self.MESSAGE], async_op=True)
+
+    def finish(self, items: list[LogItem]) -> tuple[Tensor, list[Tensor], list[Tensor | None], Tensor, Tensor]:
+        """``(loss, values, batch sizes, rows, stop requests)`` of the whole batch, the same on every rank."""
+        vector, self._vector = self._vector, None
+        assert vector is not None
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        self._check_alike(vector[2] - self._signature * self.num_replicas, items)  # before messages that depend on the names
+        if work is not None and vector.numel() > self.MESSAGE:
+            dist.all_reduce(vector[self.MESSAGE :])
+        if work is not None and self._peaks:
+            peaks = self._to_vector([value for _, _, value in self._peaks])
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-            extremes = [(slot, sign, peaks[index]) for index, (slot, sign, _) in enumerate(extremes)]
-        for slot, sign, value in extremes:
+            self._peaks = [(slot, sign, peaks[index]) for index, (slot, sign, _) in enumerate(self._peaks)]
+        for slot, sign, value in self._peaks:
             vector[slot] = sign * value
-        values_out = vector.float().unbind()
-        sizes = [None if size_slot is None else vector[size_slot] for _, size_slot in slots]
-        return values_out[0], [values_out[slot] for slot, _ in slots], sizes, vector[3], vector[1]
+        used = 4 if not self._slots else 1 + max(self._slots[-1][0], self._slots[-1][1] or 0)
+        values = vector[:used].float().unbind()
+        sizes = [None if size_slot is None else vector[size_slot] for _, size_slot in self._slots]
+        return values[0], [values[slot] for slot, _ in self._slots], sizes, vector[3], vector[1]
 
     def _part(self, name: str, reduction: str, by_microbatch: dict[int, Any], weights: LossWeights | None) -> Any:
         """This rank's part of a value of the whole batch. Values of micro-batches without a target may be NaN: left out."""
         if weights is None:
             (value,) = by_microbatch.values()
             return value
-        tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in by_microbatch.values()]
-        values, chosen = torch.stack(tensors), list(by_microbatch)
+        tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device).reshape(1) for v in by_microbatch.values()]
+        values, chosen = tensors[0] if len(tensors) == 1 else torch.cat(tensors), list(by_microbatch)
         all_chosen = len(chosen) == len(weights.counts)
         if reduction == "mean":
             if not all_chosen:
@@ -203,7 +226,7 @@ class LogExchange:
             values.masked_fill(ignored, -torch.inf).max() if reduction == "max" else values.masked_fill(ignored, torch.inf).min()
         )
 
-    def _vector(self, parts: list[Any]) -> Tensor:
+    def _to_vector(self, parts: list[Any]) -> Tensor:
         vector = torch.tensor([0.0 if isinstance(p, Tensor) else p for p in parts], dtype=torch.float64, device=self.device)
         for index, part in enumerate(parts):
             if isinstance(part, Tensor):

@@ -102,6 +102,8 @@ def may_hold_no_target(batch: Any, labels_shifted_by_model: bool) -> bool | None
         return None
     if labels_shifted_by_model and labels.ndim >= 2:
         labels = labels[:, 1:]
+    if labels.numel() and labels.amin() > IGNORED_LABEL:
+        return False
     return bool((labels == IGNORED_LABEL).reshape(labels.shape[0], -1).all(1).any())
 
 
@@ -114,6 +116,8 @@ def refuse_unseen_ignored_targets(batch: Any) -> None:
 
     def look(tensor: Tensor) -> None:
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool or tensor.device.type == "meta":
+            return
+        if tensor.numel() == 0 or tensor.amin() >= 0:
             return
         suspicious = tensor < 0
         if tensor is labels:

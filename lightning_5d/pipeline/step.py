@@ -15,7 +15,7 @@ from lightning_5d.layout import Layout, LayoutError, check_model
 from lightning_5d.mesh import Mesh
 from lightning_5d.pipeline.delayed import DelayedFlag
 from lightning_5d.pipeline.guards import TargetsSeen, whole_parameters_refused
-from lightning_5d.pipeline.logs import LogExchange, LogRecorder
+from lightning_5d.pipeline.logs import LogExchange, LogItem, LogRecorder
 from lightning_5d.pipeline.microbatch import (
     LossWeights,
     count_targets,
@@ -126,12 +126,27 @@ class StepRunner:
         count = rows // microbatch_rows(rows, mbs)
         batches = split_batch(batch, count)
         weights = self._weights(name, batch, count, lambda: step(batches[0], *rest))
-        guarded = weights is not None and before_last_backward is not None and self._may_hold_no_target is not False
+        may_be_empty = weights is not None and self._may_hold_no_target is not False
+        guarded = may_be_empty and before_last_backward is not None
         self._may_hold_no_target = None
         checks_targets = before_last_backward is not None and not self._targets_checked
         hidden_shape = self._hidden_shape(batches[0], lambda: step(batches[0], *rest))
         outs: list[Any] = []
         losses: list[Tensor] = []
+        capture = self._captures or count > 1
+        launched: list[LogItem] | None = None
+
+        def launch(items: list[LogItem]) -> None:
+            nonlocal launched
+            launched = items
+            self.exchange.launch(items, self.recorder.records, losses, weights, rows, stop)
+
+        def before_backward() -> None:
+            # With one stage all is known after the last forward: the sum over the world overlaps with the backward.
+            if capture and self.layout.pp == 1:
+                launch(self.recorder.items)
+            assert before_last_backward is not None
+            before_last_backward()
 
         def run(index: int, hidden: Tensor | None) -> Any:
             def user_step() -> Any:
@@ -159,36 +174,33 @@ class StepRunner:
                 raise ValueError(f"{name} must return the loss or a dict with 'loss', got {type(out).__name__}")
             losses.append(loss.detach())
             if weights is not None:
-                loss = loss.masked_fill(weights.empty[index], 0.0) * weights[index]
+                if may_be_empty:
+                    loss = loss.masked_fill(weights.empty[index], 0.0)
+                loss = loss * weights[index]
             return loss * loss_scale if loss_scale != 1.0 else loss
 
-        capture = self._captures or count > 1
-        self.in_step = True
         guard = whole_parameters_refused(self.module, self.plan.layers) if self.layout.pp > 1 and self.plan else nullcontext()
+        self.in_step = True
         try:
-            guard.__enter__()
-            if capture:
-                self.recorder.__enter__()
-            if before_last_backward is None:
-                self.pipeline.forward_only(count, run, hidden_shape, self.hidden_dtype)
-            else:
-                self.num_microbatches = count
-                self.pipeline.train(count, run, hidden_shape, self.hidden_dtype, before_last_backward)
-                self._targets_checked = True
+            with guard, self.recorder if capture else nullcontext():
+                if before_last_backward is None:
+                    self.pipeline.forward_only(count, run, hidden_shape, self.hidden_dtype)
+                else:
+                    self.num_microbatches = count
+                    self.pipeline.train(count, run, hidden_shape, self.hidden_dtype, before_backward)
+                    self._targets_checked = True
         finally:
-            self.recorder.__exit__()
-            guard.__exit__(None, None, None)
             self.in_step = False
         if not capture:
             return self._with_loss(outs[0], losses[0]) if losses else outs[0]
         is_training = before_last_backward is not None
-        items = self.exchange.share_signature([r.item for r in self.recorder.records.values()], self.stage.is_last)
-        loss, values, sizes, all_rows, stop_requests = self.exchange.reduce(
-            items, self.recorder.records, losses, weights, rows, stop
-        )
+        if launched is None:
+            launch(self.exchange.share_signature(self.recorder.items, self.stage.is_last))
+        assert launched is not None
+        loss, values, sizes, all_rows, stop_requests = self.exchange.finish(launched)
         if is_training:
             self._stop_requests.push(stop_requests)
-        self.exchange.log(items, values, sizes, all_rows)
+        self.exchange.log(launched, values, sizes, all_rows)
         if len(outs) == 1 and self.layout.pp == 1:
             return self._with_loss(outs[0], loss) if losses else outs[0]
         return loss if is_training or losses else None

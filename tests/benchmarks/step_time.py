@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +38,7 @@ import lightning_5d
 import lightning_5d.strategy  # noqa: F401
 from lightning_5d.models import Llama, LlamaConfig, LlamaModule
 from lightning_5d.models.llama import rotary_tables
+from lightning_5d.models.module import next_token_loss
 from tests.ranks import run_ranks
 
 SIZES = {
@@ -57,8 +57,6 @@ LAYOUTS = {"zero0": 1, "dp2_zero0": 2, "tp2": 2, "pp2_mbs2": 2, "dp2_zero3": 2}
 Step = Callable[[dict[str, Tensor]], None]
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -67,7 +65,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(batch: dict[str, Tensor]) -> None:
-        loss = loss_of(model(batch["input_ids"]), batch["labels"])
+        loss = next_token_loss(model(batch["input_ids"]), batch["labels"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -135,7 +133,7 @@ def pipeline_step(model: Llama, rank: int, size: str, microbatch_rows: int) -> S
     hidden = torch.zeros(microbatch_rows, seq, SIZES[size]["hidden_size"], requires_grad=True)
     logits = torch.zeros(microbatch_rows, seq, SIZES[size]["vocab_size"], requires_grad=True)
     io = dict(input_args=(ids,), output_args=(hidden,)) if rank == 0 else dict(input_args=(hidden,), output_args=(logits,))
-    schedule = Schedule1F1B(PipelineStage(stage_module, rank, 2, torch.device("cpu"), **io), count, loss_fn=loss_of)
+    schedule = Schedule1F1B(PipelineStage(stage_module, rank, 2, torch.device("cpu"), **io), count, loss_fn=next_token_loss)
     optimizer = optimizer_of(stage_module)
 
     def step(batch: dict[str, Tensor]) -> None:

@@ -27,11 +27,11 @@ class Branches(nn.Module):
         return self.head(y + self.layers[1]["rarely"](x) if rarely else y).sum()
 
 
-def steps(uses: list[list[bool]]) -> list[dict[str, Any]]:
+def steps(uses: list[list[bool]], min_group_bytes: int = 0) -> list[dict[str, Any]]:
     """``uses[step][rank]``: whether the branch is used. Gradients after each step, and the collectives of the last."""
     torch.manual_seed(0)
     model, calls = Branches(), []
-    replicas = Replicas(dist.group.WORLD)
+    replicas = Replicas(dist.group.WORLD, min_group_bytes)
     for layer in model.layers:
         replicas.wrap_layer(layer)
     replicas.wrap_root(model)
@@ -64,9 +64,13 @@ def alone(rank: int, uses: list[bool]) -> dict[str, torch.Tensor | None]:
     return {n: p.grad for n, p in model.named_parameters()}
 
 
-def test_gradients_are_summed_group_by_group_and_what_no_replica_uses_has_none() -> None:
+@pytest.mark.parametrize(
+    ("min_group_bytes", "messages"),
+    [(0, [24, 12, 4]), (4 * 30, [36, 4]), (1 << 20, [40])],  # the last layer first, the rest last
+)
+def test_gradients_are_summed_group_by_group_and_what_no_replica_uses_has_none(min_group_bytes: int, messages: list[int]) -> None:
     uses = [[True, False], [False, True], [True, True]]
-    ranks = run_ranks(2, steps, uses, init=True)
+    ranks = run_ranks(2, steps, uses, min_group_bytes, init=True)
     for number, step in enumerate(uses):
         parts = [run_ranks(1, alone, rank, step)[0] for rank in range(2)]
         for rank in ranks:
@@ -77,7 +81,7 @@ def test_gradients_are_summed_group_by_group_and_what_no_replica_uses_has_none()
                 assert (gradient is None) == name.startswith("never"), name
                 if given:
                     torch.testing.assert_close(gradient, torch.stack(given).sum(0))
-    assert ranks[0][2]["calls"] == [24, 12, 4], "the last layer first, the rest last, one call each"
+    assert ranks[0][2]["calls"] == messages
 
 
 def test_a_parameter_that_comes_late_is_an_error() -> None:
