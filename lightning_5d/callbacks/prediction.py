@@ -91,8 +91,9 @@ def predict(trainer: Trainer, module: LightningModule, setting: Setting, totals:
     batches_a_step = max(1, round(totals.batches.total() / totals.num_steps))
     if layout.mbs is None and layout.pp == 1:
         layout = layout.replace(mbs=rows)  # the loader's batch is not one with the step's
+    spec = spec_of(setting.shape, module)
     e = estimate(
-        spec_of(setting.shape, module),
+        spec,
         layout,
         gpu=gpu,
         num_gpus=trainer.world_size,
@@ -104,7 +105,12 @@ def predict(trainer: Trainer, module: LightningModule, setting: Setting, totals:
         mfu = utilization(e.tokens_per_s_per_gpu, flops_per_token(setting.shape, seq_len, setting.formula), 1, peak)
     allocated_gib = e.memory_gib - find_framework(e.framework)["overhead_gib"]
     is_cuda = trainer.strategy.root_device.type == "cuda"
-    return Prediction(e, mfu, allocated_gib, is_cuda, tuple(_remarks(trainer, module, layout, totals, batches_a_step)))
+    remarks = _remarks(trainer, module, layout, totals, batches_a_step)
+    if abs(spec.num_parameters - setting.shape.num_parameters) > 0.01 * setting.shape.num_parameters:
+        remarks.append(
+            f"Predicted for a plain decoder of {spec.num_parameters:,} parameters; this one has {setting.shape.num_parameters:,}."
+        )
+    return Prediction(e, mfu, allocated_gib, is_cuda, tuple(remarks))
 
 
 def _find_gpu(setting: Setting) -> Gpu:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_5d.callbacks import MFUMonitor
 from lightning_5d.callbacks import mfu as mfu_file
+from lightning_5d.models import Llama, LlamaConfig
 
 SEQ_LEN, VOCAB, HIDDEN, LAYERS = 8, 16, 4, 2
 
@@ -65,6 +67,35 @@ class Timed(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+DECODER = LlamaConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=40,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+class TimedLlama(Timed):
+    """The same around a model that the advisor knows."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super(Timed, self).__init__()
+        self.clock, self.model = clock, Llama(DECODER)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids)
+
+
+class CountLines(Callback):
+    """What is printed on rank 0, text by text."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.lines = []
+        pl_module.print = lambda text: self.lines.append(text) if trainer.is_global_zero else None
+
+
 NUM_PARAMETERS = 2 * VOCAB * HIDDEN + LAYERS * 4 * HIDDEN * HIDDEN
 FLOPS_PER_TOKEN = 6 * NUM_PARAMETERS + 12 * LAYERS * HIDDEN * SEQ_LEN
 
@@ -112,7 +143,7 @@ def fit(
 ) -> dict[str, Any]:
     """Fits on a fake clock, with a peak of 1 MFLOP/s unless said otherwise; to be called in a forked rank.
 
-    Returns the `perf/` metrics, what the monitor said as (kind, text), reads of the clock, and
+    Returns the `perf/` and `prediction/` metrics, what the monitor said as (kind, text), reads of the clock, and
     whether saving is still wrapped.
     """
     said: list[tuple[str, str]] = []
@@ -123,7 +154,7 @@ def fit(
     the_trainer = make_trainer([callback, *callbacks], **(trainer or {}))
     module = make_module(clock)
     the_trainer.fit(module, loader(clock, **(batches or {})), loader(size=4) if validate else None)
-    metrics = {k: v.item() for k, v in the_trainer.callback_metrics.items() if k.startswith("perf/")}
+    metrics = {k: v.item() for k, v in the_trainer.callback_metrics.items() if k.startswith(("perf/", "prediction/"))}
     return {
         "metrics": metrics,
         "said": said,

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -25,6 +25,7 @@ from tests.callbacks.models import (
     NUM_PARAMETERS,
     SEQ_LEN,
     VOCAB,
+    CountLines,
     FakeClock,
     Timed,
     fit,
@@ -421,12 +422,6 @@ def test_a_run_too_short_for_a_log_step_still_has_its_figures():
     epochs = {"log_every_n_steps": 50, "max_steps": -1, "max_epochs": 2}
     by_steps, by_epochs = run_each([{"trainer": {"log_every_n_steps": 50}}, {"trainer": epochs, "batches": {"size": 12}}])
     assert by_steps["metrics"]["perf/mfu"] == by_epochs["metrics"]["perf/mfu"] == pytest.approx(MFU)
-
-
-class CountLines(Callback):
-    def on_fit_start(self, trainer, pl_module):
-        self.lines = []
-        pl_module.print = self.lines.append
 
 
 def test_the_line_has_the_loss_of_the_module_also_when_batches_are_accumulated():
