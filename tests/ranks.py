@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -32,10 +33,20 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not answer; carries its traceback."""
 
 
+_PORTS = itertools.count()
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens at, from below the range out of which the system serves others until ours is bound.
+
+    Another one each time and in each process that runs tests, so that two of these may run side by side.
+    """
+    for turn in _PORTS:
+        port = 10_000 + (1009 * os.getpid() + turn) % 20_000
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def set_rank_environment(rank: int, world_size: int, port: int) -> None:

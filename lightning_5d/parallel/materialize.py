@@ -1,11 +1,12 @@
 """Weights for the modules of this rank: from rank 0 for a model that was built, drawn leaf by leaf for one on the meta device.
 
-A leaf's weights depend on the seed and the leaf's name alone, so every layout starts from the same model and no rank ever
-holds more than its own part and one leaf.
+A leaf's weights depend on the seed and on the leaf's name or on what its constructor did, so every layout starts from the same
+model and no rank ever holds more than its own part and one leaf.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_5d.parallel.deferred import NotRecorded, Place, Record, unset_value
 from lightning_5d.seeding import keyed_rng
 
 Shard = Callable[[nn.Module, str, nn.Parameter], nn.Parameter]
@@ -31,13 +33,19 @@ class Origin:
     """The outermost module around the leaf that has ``_init_weights``."""
     seed: int
     name: str
+    place: Place | None
+    """In the record of the constructor; None when the owner initialises the leaf, or nothing was recorded."""
 
 
 class Materializer:
-    """Made from the whole module before it is cut; then asked for one leaf after another of what is left."""
+    """Made from the whole module before it is cut; then asked for one leaf after another of what is left.
 
-    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.device, self.dtype = device, dtype
+    With the ``record`` of how the module was built, what its constructors gave its tensors is what they start from. Without,
+    and where a model has ``_init_weights``, that or a leaf's ``reset_parameters`` is called.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None, record: Record | None = None) -> None:
+        self.device, self.dtype, self._record = device, dtype, record
         # A model may say its own seed; rank 0's counts, for a run without seed_everything has another on each rank.
         seeds = [(n, getattr(m, "init_seed", None)) for n, m in module.named_modules() if hasattr(m, "_init_weights")]
         box = [(torch.initial_seed(), dict(seeds))]
@@ -54,7 +62,11 @@ class Materializer:
             for name, tensor in [*leaf.named_parameters(recurse=False), *leaf.named_buffers(recurse=False)]:
                 if tensor.is_meta and id(tensor) not in self._origins:
                     self._on_meta.append(tensor)
-                    self._origins[id(tensor)] = Origin(leaf, path, owner, self._owner_seeds.get(owner_name) or self._seed, name)
+                    place = Place.of(tensor) if owner is None and record is not None else None
+                    if record is not None and place is not None and not record.knows(place):
+                        place = None
+                    seed = self._owner_seeds.get(owner_name) or self._seed
+                    self._origins[id(tensor)] = Origin(leaf, path, owner, seed, name, place)
 
     def fill(self, leaf: nn.Module, shard: Shard | None = None) -> None:
         """Gives ``leaf``'s own parameters and buffers real values on the device; ``shard`` then keeps this rank's part.
@@ -91,6 +103,11 @@ class Materializer:
 
     def _value(self, tensor: Tensor, drawn: dict[int, nn.Module]) -> Tensor:
         origin = self._origins[id(tensor)]
+        if self._record is not None and origin.place is not None:
+            with contextlib.suppress(NotRecorded):
+                value = self._record.value(origin.place, origin.seed, self.device)
+                _refuse_unset(value, origin, origin.name)
+                return value
         if id(origin.leaf) not in drawn:
             drawn[id(origin.leaf)] = self._draw(origin)
         twin = drawn[id(origin.leaf)]
@@ -115,21 +132,21 @@ class Materializer:
             elif callable(getattr(twin, "reset_parameters", None)):
                 twin.reset_parameters()  # type: ignore[operator]
         for name, tensor in [*twin.named_parameters(recurse=False), *twin.named_buffers(recurse=False)]:
-            if _is_unset(tensor):
-                raise ValueError(
-                    f"{origin.path}.{name} ({type(leaf).__name__}) is on the meta device and has no initial value: give the "
-                    "module reset_parameters(), give its model _init_weights(module), or build the model in __init__"
-                )
+            _refuse_unset(tensor, origin, name)
         return twin
+
+
+def _refuse_unset(tensor: Tensor, origin: Origin, name: str) -> None:
+    if _is_unset(tensor):
+        raise ValueError(
+            f"{origin.path}.{name} ({type(origin.leaf).__name__}) is on the meta device and has no initial value: give the "
+            "module reset_parameters(), give its model _init_weights(module), or build the model in __init__"
+        )
 
 
 def _unset(like: Tensor, device: torch.device) -> Tensor:
     """An empty tensor that shows when nothing was written to it: garbage weights must not pass for initial ones."""
-    if like.is_floating_point() or like.is_complex():
-        return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
-    if like.dtype is torch.bool:
-        return torch.zeros(like.shape, dtype=like.dtype, device=device)
-    return torch.full(like.shape, torch.iinfo(like.dtype).min, dtype=like.dtype, device=device)
+    return torch.full(like.shape, unset_value(like.dtype), dtype=like.dtype, device=device)
 
 
 def _is_unset(tensor: Tensor) -> bool:

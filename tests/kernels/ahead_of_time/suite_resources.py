@@ -33,6 +33,7 @@ def test_common_shapes(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(800)
 def test_all_shapes(monkeypatch):
     seen = check(CASES, monkeypatch)
     assert seen == len(read_table()), (
