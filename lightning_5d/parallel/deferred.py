@@ -39,7 +39,7 @@ class Place:
     @classmethod
     def of(cls, tensor: Tensor) -> Place:
         storage = tensor.untyped_storage()._cdata
-        return cls(storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return cls(storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,9 @@ class Materializer:
         origin = self._origins[id(tensor)]
         if self._record is not None and origin.place is not None:
             with contextlib.suppress(NotRecorded):
-                value = self._record.value(origin.place, origin.seed, self.device)
-                _refuse_unset(value, origin, origin.name)
-                return value
+                recorded = self._record.value(origin.place, origin.seed, self.device)
+                _refuse_unset(recorded, origin, origin.name)
+                return recorded
         if id(origin.leaf) not in drawn:
             drawn[id(origin.leaf)] = self._draw(origin)
         twin = drawn[id(origin.leaf)]
