@@ -5,6 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_process_group_backend
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_ddp_if_available
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+
+__all__ = [
+    "SigtermAgreement",
+    "SubprocessScriptLauncher",
+    "default_process_group_backend",
+    "init_dist_connection",
+    "sync_ddp_if_available",
+]
+
 
 class _AgreedSigterm:
     """Lightning's signal connector, with a flag that all ranks raise together: one that stops alone leaves the others hanging."""

@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-from collections.abc import Generator, Mapping
-from pathlib import Path
+from collections.abc import Generator
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from lightning_5d.checkpoint import CheckpointSession
 from lightning_5d.checkpoint.averaging import refuse_stock_averaging
-from lightning_5d.checkpoint.lightning_links import defer_links, restore_links
+from lightning_5d.checkpoint.lightning_links import defer_links
 from lightning_5d.data.resumable import resumable
 from lightning_5d.gradients import Gradients, find_tied, tied_across_stages
 from lightning_5d.kernels import use_kernels
 from lightning_5d.layout import Layout, check_model
 from lightning_5d.lightning_private import SigtermAgreement
 from lightning_5d.lightning_quick import QuickSteps
-from lightning_5d.mesh import Mesh, build_mesh, host_group_along_pp
+from lightning_5d.mesh import host_group_along_pp
 from lightning_5d.parallel.materialize import Materializer, broadcast_from_rank_zero
 from lightning_5d.parallel.parallelize import Parallelized, parallelize
-from lightning_5d.pipeline.logs import SYNCHRONISED
 from lightning_5d.pipeline.metrics import check_metrics, connect_metrics
 from lightning_5d.pipeline.step import StepRunner
 from lightning_5d.plan import ModelShape, ParallelPlan, find_plan, shape_of
 from lightning_5d.precision import layout_precision
-from lightning_5d.support import refuse_layout, refuse_module
+from lightning_5d.strategy_checkpoints import CheckpointedStrategy
+from lightning_5d.support import refuse_module
 
 
-class LayoutStrategy(ParallelStrategy):
+class LayoutStrategy(CheckpointedStrategy):
     """Trains an ordinary LightningModule under a layout such as ``tp4_pp2_zero1``.
 
     Args:
@@ -81,94 +69,29 @@ class LayoutStrategy(ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, precision_plugin=precision_plugin)
+        super().__init__(
+            layout, process_group_backend, timeout_s, accelerator, parallel_devices, cluster_environment, precision_plugin
+        )
         if loss_weighting not in ("target", "replica"):
             raise ValueError(f"loss_weighting={loss_weighting!r} must be 'target' or 'replica'")
-        self.layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        refuse_layout(self.layout)
         self.plan, self.split, self.loss_weighting = plan, split, loss_weighting
         self.kernels, self.async_save = kernels, async_save
-        self.num_nodes = 1
         self.model_shape: ModelShape | None = None
         self.grad_norm: Tensor | None = None
         """Global 2-norm of the last step's gradients, before clipping; None unless gradients are clipped by norm."""
-        self._backend, self._timeout = process_group_backend, datetime.timedelta(seconds=timeout_s)
-        self._mesh: Mesh | None = None
         self._parts: Parallelized | None = None
         self._runner: StepRunner | None = None
         self._gradients: Gradients | None = None
         self._tied: list[list[str]] = []
-        self._checkpoints: CheckpointSession | None = None
         self._sigterm: SigtermAgreement | None = None
         self._quick: QuickSteps | None = None
         self._reduce_now = True
         self._batch_stays = False
-        self._restore_rng = False
-
-    # ---- where this rank is
-
-    @property
-    def is_distributed(self) -> bool:
-        """Asked for by Lightning, which otherwise injects no sampler and switches ``sync_dist`` off."""
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def mesh(self) -> Mesh:
-        if self._mesh is None:
-            raise RuntimeError("strategy.mesh exists once the processes have met: in setup(), configure_model() and later")
-        return self._mesh
-
-    @property
-    def dp_rank(self) -> int:
-        return self.mesh.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.mesh.size("dp")
 
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of the last training batch."""
         return self._runner.num_microbatches if self._runner is not None else 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-            # The first moment at which the number of ranks is known.
-            self.layout = self.layout.resolve(self.world_size)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        device = self.root_device
-        backend = self._backend or _get_default_process_group_backend_for_device(device)
-        device_id = device if device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-        if self._mesh is None:
-            self._mesh = build_mesh(self.layout, device.type)
-            self._checkpoints = CheckpointSession(str(self.layout), background=self.async_save)
 
     # ---- the model
 
@@ -370,16 +293,6 @@ class LayoutStrategy(ParallelStrategy):
         if self._parts is not None and self._parts.data_parallel is not None:
             self._parts.data_parallel.reshard()
 
-    def on_train_start(self) -> None:
-        if self._restore_rng:
-            assert self._checkpoints is not None
-            self._checkpoints.load_rng()
-            self._restore_rng = False
-
-    @property
-    def _save_has_failed(self) -> bool:
-        return self._checkpoints is not None and self._checkpoints.save_has_failed
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.world_size == 1 and self._save_has_failed:
             assert self._checkpoints is not None
@@ -403,73 +316,10 @@ class LayoutStrategy(ParallelStrategy):
             self._sigterm.agree()
             raise SIGTERMException
 
-    # ---- between ranks
-
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if group is SYNCHRONISED or not isinstance(tensor, Tensor):
-            return tensor
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    # ---- checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """No: Lightning then keeps the user's ``weights_only``. The weights are loaded at the end of :meth:`setup`."""
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self._checkpoints is not None and self.lightning_module is not None
-        self._reshard()
-        return self._checkpoints.state_dict(self.lightning_module)
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty: the optimizers' tensors are written from where they are."""
-        return {}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise TypeError("LayoutStrategy writes its own format: storage_options are for a CheckpointIO")
-        assert self._checkpoints is not None and self.lightning_module is not None
-        background = self.async_save and self.lightning_module.trainer.training
-        self._checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers, background=background)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self._checkpoints is not None
-        return self._checkpoints.open(checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self._checkpoints is not None
-        self._checkpoints.set_strict(strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._checkpoints is not None and self.lightning_module is not None
-        self._checkpoints.load_optimizers(self.lightning_module, self.optimizers)
-        self._restore_rng = True
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        assert self._checkpoints is not None
-        self._checkpoints.remove(filepath)
-
     def teardown(self) -> None:
         """Leaves the module where it is: it may be evaluated, saved or trained again. Must survive a half-built strategy."""
         try:
-            if self._checkpoints is not None:
-                self._checkpoints.close()
+            self._close_checkpoints()
         finally:
             if self._sigterm is not None:
                 self._sigterm.end()
@@ -477,8 +327,6 @@ class LayoutStrategy(ParallelStrategy):
             if self._quick is not None:
                 self._quick.end()
                 self._quick = None
-            if self.async_save and self._lightning_module is not None and self._lightning_module._trainer is not None:
-                restore_links(self._lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

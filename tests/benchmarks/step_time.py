@@ -17,11 +17,11 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
@@ -73,9 +73,8 @@ def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def bare_tensor_parallel(model: Llama) -> nn.Module:
+def bare_tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
     """torch's own tensor and sequence parallelism, as its tutorial writes it."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(
         model,
         mesh,
@@ -100,6 +99,13 @@ def bare_tensor_parallel(model: Llama) -> nn.Module:
         plan |= {n: RowwiseParallel(output_layouts=Shard(1)) for n in ("self_attn.o_proj", "mlp.down_proj")}
         parallelize_module(layer, mesh, plan)
     return model
+
+
+def bare_sharded(model: Llama, mesh: DeviceMesh) -> Llama:
+    """torch's own FSDP2, a group a layer."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 class HalfLlama(nn.Module):
@@ -153,11 +159,9 @@ def bare_step(layout: str, size: str) -> Step:
     if layout == "dp2_zero0":
         model = DistributedDataParallel(model)
     elif layout == "dp2_zero3":
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        model = bare_sharded(model, init_device_mesh("cpu", (2,)))
     elif layout == "tp2":
-        model = bare_tensor_parallel(model)
+        model = bare_tensor_parallel(model, init_device_mesh("cpu", (2,)))
     elif layout == "pp2_mbs2":
         return pipeline_step(model, torch.distributed.get_rank(), size, 2)
     return whole_step(model, optimizer_of(model))
@@ -195,8 +199,31 @@ class Measured(LlamaModule):
         return optimizer_of(self)
 
 
-def fit(strategy: Any, layout: str, size: str, steps: int) -> tuple[float, float]:
-    """Median seconds of a Trainer's step and of a bare step."""
+class ByHand(Measured):
+    """What Lightning's ModelParallelStrategy asks of a module: its parallelism written into it."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Llama(self.config, seed=0)
+            assert self.device_mesh is not None
+            if self.device_mesh["tensor_parallel"].size() > 1:
+                self.model = bare_tensor_parallel(self.model, self.device_mesh["tensor_parallel"])
+            else:
+                self.model = bare_sharded(self.model, self.device_mesh["data_parallel"])
+
+
+STOCK: dict[str, tuple[Any, type[Measured]]] = {
+    "zero0": (lambda: "auto", Measured),
+    "dp2_zero0": (DDPStrategy, Measured),
+    "tp2": (lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), ByHand),
+    "dp2_zero3": (lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), ByHand),
+}
+"""Lightning's own strategy for a layout, made in the rank, and the module it trains."""
+
+
+def fit(is_ours: bool, layout: str, size: str, steps: int) -> tuple[float, float]:
+    """Median seconds of a Trainer's step, under the layout or Lightning's own strategy for it, and of a bare step."""
+    make_strategy, module_class = (lambda: layout, Measured) if is_ours else STOCK[layout]
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     rows, seq = BATCH[size]
@@ -210,7 +237,7 @@ def fit(strategy: Any, layout: str, size: str, steps: int) -> tuple[float, float
             loader.bare = bare_step(layout, size)
 
     trainer = lightning.Trainer(
-        strategy=strategy() if callable(strategy) else strategy,
+        strategy=make_strategy(),
         accelerator="cpu",
         devices=world_size,
         max_steps=steps,
@@ -220,12 +247,9 @@ def fit(strategy: Any, layout: str, size: str, steps: int) -> tuple[float, float
         enable_model_summary=False,
         callbacks=[Prepare()],
     )
-    trainer.fit(Measured(LlamaConfig(**SIZES[size])), loader)
+    trainer.fit(module_class(LlamaConfig(**SIZES[size])), loader)
     skip = steps // 5
     return statistics.median(loader.ours_s[skip:]), statistics.median(loader.bare_s[skip:])
-
-
-STOCK = {"zero0": "auto", "dp2_zero0": DDPStrategy}
 
 
 def main() -> None:
@@ -238,10 +262,10 @@ def main() -> None:
     for size in args.sizes:
         steps = args.steps if size == "tiny" else max(10, args.steps // 5)
         for layout in args.layouts:
-            ours, bare = run_ranks(LAYOUTS[layout], fit, layout, layout, size, steps, timeout_s=1200)[0]
+            ours, bare = run_ranks(LAYOUTS[layout], fit, True, layout, size, steps, timeout_s=1200)[0]
             stock = "-"
             if layout in STOCK:
-                theirs, their_bare = run_ranks(LAYOUTS[layout], fit, STOCK[layout], layout, size, steps, timeout_s=1200)[0]
+                theirs, their_bare = run_ranks(LAYOUTS[layout], fit, False, layout, size, steps, timeout_s=1200)[0]
                 stock = f"{theirs / their_bare:.3f}"
             print(size, layout, f"{bare * 1e3:.2f} ms", f"{ours / bare:.3f}", stock, flush=True)
             table.add_row(size, layout, f"{bare * 1e3:.2f}", f"{ours / bare:.3f}", stock)

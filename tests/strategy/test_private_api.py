@@ -5,10 +5,17 @@ from __future__ import annotations
 import inspect
 
 import lightning as L
+import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from lightning_5d.lightning_private import SigtermAgreement
+from lightning_5d.lightning_private import (
+    SigtermAgreement,
+    SubprocessScriptLauncher,
+    default_process_group_backend,
+    init_dist_connection,
+    sync_ddp_if_available,
+)
 from tests.ranks import run_ranks
 
 
@@ -23,6 +30,15 @@ def test_the_signal_connector_keeps_its_flag_in_one_attribute() -> None:
         _SignalConnector._sigterm_notifier_fn
     )
     assert "received_sigterm" in inspect.getsource(L.Trainer.received_sigterm.fget)
+
+
+def test_helpers_of_lightning_take_what_we_give_them() -> None:
+    parameters = {f: list(inspect.signature(f).parameters) for f in (init_dist_connection, sync_ddp_if_available)}
+    assert parameters[init_dist_connection][0] == "cluster_environment" and "kwargs" in parameters[init_dist_connection]
+    assert parameters[sync_ddp_if_available] == ["result", "group", "reduce_op"]
+    assert default_process_group_backend(torch.device("cpu")) == "gloo"
+    assert default_process_group_backend(torch.device("cuda")) == "nccl"
+    assert list(inspect.signature(SubprocessScriptLauncher).parameters) == ["cluster_environment", "num_processes", "num_nodes"]
 
 
 def _agreement() -> bool:
