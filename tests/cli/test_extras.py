@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-EXTRAS = ("transformers", "safetensors", "triton", "flash_attn", "matplotlib", "plotly", "pyarrow", "liger_kernel", "quack")
+EXTRAS = ("transformers", "safetensors", "triton", "flash_attn", "matplotlib", "pyarrow", "liger_kernel", "quack")
 
 # As if they were not installed: also for libraries that ask before they import.
 HIDE = """
