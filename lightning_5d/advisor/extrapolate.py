@@ -28,7 +28,7 @@ def layer_period(module: nn.Module, plan: ParallelPlan, layout: Layout) -> int |
     """
     signatures = [_signature(layer) for layer in module.get_submodule(plan.layers).children()]
     every = layout.ac if isinstance(layout.ac, int) and layout.ac > 1 else 1
-    for period in range(1, LONGEST_PERIOD + 1):
+    for period in range(1, min(LONGEST_PERIOD, max(1, len(signatures) // 2)) + 1):
         if all(a == b for a, b in zip(signatures, signatures[period:], strict=False)):
             both = math.lcm(period, every)
             return both if both <= LONGEST_PERIOD else None

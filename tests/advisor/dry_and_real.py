@@ -95,7 +95,7 @@ def batch(rows: int) -> dict[str, Tensor]:
 def dry(layout: str, world_size: int, make: Callable[[], Any], **options: Any) -> list[StageRun]:
     """In a rank of its own: a dry run takes the process's only process group."""
     given = {"global_batch": ROWS, "precision": "32-true", **options}
-    return run_ranks(1, dry_run, make, given.pop("make_batch", batch), layout, world_size, **given)[0]
+    return run_ranks(1, dry_run, make, given.pop("make_batch", batch), layout, world_size, timeout_s=400, **given)[0]
 
 
 def _messages(layout: str, world_size: int, make: Callable[[], Any], precision: str, pp_rank: int) -> Any:
