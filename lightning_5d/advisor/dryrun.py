@@ -148,7 +148,7 @@ def make_job(
 
 
 def _told(m: Measured, pp_rank: int, layers: int, axes: dict[tuple[int, ...], str]) -> StageRun:
-    region = max(m.peaks, key=lambda r: m.peaks[r].nbytes)
+    region = max(sorted(m.peaks), key=lambda r: m.peaks[r].nbytes)
     peak = m.peaks[region]
     traffic = [
         Traffic(operation, axes.get(ranks, "world"), len(ranks), calls, nbytes)

@@ -1,4 +1,4 @@
-"""What a dry run needs of a recipe of `lightning-5d fit`: how to build the module, its batches, the layout, the trainer's part."""
+"""What a dry run needs of a recipe of `lightning-5d fit`: how to build the module, its batches, its layout and trainer."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def batches(recipe: Recipe, seq_len: int | None, global_batch: int | None) -> Ba
             global_batch = arguments.get("global_batch_size", defaults.get("global_batch_size"))
     if not all(isinstance(n, int) and n > 0 for n in (seq_len, global_batch)):
         raise ValueError(
-            f"seq_len {seq_len!r} and the global batch {global_batch!r} must be whole numbers above 0: see --seq-len, --global-batch"
+            f"seq_len {seq_len!r} and the global batch {global_batch!r} must be whole numbers above 0: "
+            "see --seq-len and --global-batch"
         )
 
     def make(rows: int) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Runs one rank of one pipeline stage on fake tensors, as the strategy would: set up, a step to warm up, a step to watch.
 
-What is real: the plan, the cut into stages, tensor parallelism, FSDP2 with its flags, micro-batches, torch's pipeline schedule, the
-module's own `training_step`, the sums of gradients, clipping, the module's own optimizer. What is not: values (initial weights, the
-loss), and logging.
+What is real: the plan, the cut into stages, tensor parallelism, FSDP2 with its flags, micro-batches, torch's pipeline schedule,
+the module's own `training_step`, the sums of gradients, clipping, the module's own optimizer. What is not: values (initial
+weights, the loss), and logging.
 """
 
 from __future__ import annotations
@@ -186,9 +186,7 @@ class _Step:
             if data_parallel is not None:
                 data_parallel.before_last_backward()
 
-        runner.train(
-            (batch, 0), lambda: users_step(trace), loss_scale=1.0, stop=False, before_last_backward=before_last_backward
-        )
+        runner.train((batch, 0), lambda: users_step(trace), loss_scale=1.0, stop=False, before_last_backward=before_last_backward)
         trace.is_last, trace.regions = False, ("after the last backward",)
         if data_parallel is not None:
             data_parallel.launch_rest()

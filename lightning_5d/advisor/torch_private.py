@@ -96,7 +96,7 @@ def no_global_shapes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def static_pipeline_shapes() -> Iterator[None]:
-    """Pipeline stages do not agree with their neighbours on how shapes are known: these are given, and neighbours do not exist."""
+    """Pipeline stages do not ask their neighbours how shapes are known: they are given, and the neighbours do not exist."""
     warm_up = _PipelineSchedule._warmup_p2p
 
     def shapes_are_given(self: Any, stages: list[Any], *args: Any, **kwargs: Any) -> None:

@@ -31,7 +31,7 @@ OPERATIONS = {
     "recv_": "receive",
 }
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporary")
-"""What memory is for: `buffers` are messages of data parallelism and between stages, `temporary` what a backward pass works on."""
+"""What memory is for: `buffers` hold messages of data parallelism and of stages, `temporary` what a backward pass works on."""
 SET_UP = ("set-up of the step",)
 """The region before the first micro-batch."""
 LARGEST = 8
@@ -100,8 +100,9 @@ class Message:
 class Trace(TorchDispatchMode, AbstractContextManager):  # type: ignore[misc]
     """Memory, messages and operations of what runs inside it. DTensors are left to desugar: only what is local counts.
 
-    ``regions`` names the parts of the step that run now (regions.py); the peak of each is kept. ``weight_shapes`` tell gradients from other
-    tensors of a backward pass, ``vocabulary`` (sizes of the last dimension) tells logits.
+    ``regions`` names the parts of the step that run now (regions.py); the peak of each is kept. ``weight_shapes`` tell gradients
+    from other tensors of a backward pass, ``vocabulary`` (sizes of the last dimension) tells logits, ``buffer_groups`` are those
+    whose messages lie in buffers.
     """
 
     def __init__(self, weight_shapes: set[tuple[int, ...]], vocabulary: set[int], buffer_groups: Iterable[Any]) -> None:
@@ -195,7 +196,12 @@ class Trace(TorchDispatchMode, AbstractContextManager):  # type: ignore[misc]
         shape, backward = tuple(tensor.shape), in_backward()
         name = kind if func is None else str(func._overloadpacket).removeprefix("aten.")
         entry = Storage(
-            storage.nbytes(), name, shape, str(tensor.dtype).removeprefix("torch."), backward, kind or self._guess(shape, backward)
+            storage.nbytes(),
+            name,
+            shape,
+            str(tensor.dtype).removeprefix("torch."),
+            backward,
+            kind or self._guess(shape, backward),
         )
         self._add(storage, entry)
 
@@ -260,8 +266,8 @@ def refuse_users_read() -> None:
             return
         if package not in ("torch", "contextlib", "functools"):
             raise ReadsValues(
-                f"{frame.f_code.co_filename}:{frame.f_lineno} reads a value on the host (.item(), float(), int(), if): a dry run has "
-                "no values, and on a GPU the read would wait for it; log tensors as they are, and decide on the device"
+                f"{frame.f_code.co_filename}:{frame.f_lineno} reads a value on the host (.item(), float(), int(), if): a dry run "
+                "has no values, and on a GPU the read would wait for it; log tensors as they are, and decide on the device"
             )
         frame = frame.f_back
 

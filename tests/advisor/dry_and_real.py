@@ -103,7 +103,9 @@ def _messages(layout: str, world_size: int, make: Callable[[], Any], precision: 
     with OneStage(job, pp_rank).entered() as stage:
         found = stage.measure(job.layers_per_stage[pp_rank], [job.num_microbatches])[0]
     names = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "receive": "recv"}
-    calls = Counter({(names.get(m.operation, m.operation), m.ranks, m.numel, m.element_bytes): n for m, n in found.messages.items()})
+    calls = Counter(
+        {(names.get(m.operation, m.operation), m.ranks, m.numel, m.element_bytes): n for m, n in found.messages.items()}
+    )
     return calls, found.flops, found.state_bytes
 
 

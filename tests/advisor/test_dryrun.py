@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  (seconds that each forked rank would take)
+import torch._dynamo
 
 from lightning_5d.advisor import explain
 from lightning_5d.advisor.extrapolate import layer_counts, layer_period, microbatch_counts
@@ -50,8 +50,6 @@ def test_messages_operations_and_state_are_those_of_real_ranks(layout: str) -> N
 @pytest.mark.parametrize(
     ("layout", "make", "precision"),
     [
-        ("dp2_zero0_mbs2", own_llama, "32-true"),
-        ("dp2_zero2_mbs1", own_llama, "32-true"),
         ("dp2_zero3_mbs2", adam_llama, "bf16-mixed"),
         ("tp2_nosp", adam_llama, "bf16-mixed"),
         ("pp2_mbs2", adam_llama, "bf16-true"),
@@ -87,17 +85,16 @@ def long_batch(seq_len: int, rows: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "layers", "split"),
+    ("layout", "layers", "split", "microbatches"),
     [
-        ("dp4_zero2_mbs1_ac2", 8, None),
-        ("dp4_zero3_mbs1_acsel", 6, None),
-        ("dp1_tp2_pp2_mbs1", 11, [5, 6]),
-        ("dp2_pp2_gpipe_zero1_mbs1_ac", 11, [6, 5]),
+        ("dp4_zero3_mbs1_acsel", 5, None, 5),
+        ("dp4_zero2_mbs1_ac2", 8, None, 2),
+        ("dp1_tp2_pp2_mbs1", 7, [2, 5], 5),
     ],
 )
-def test_few_layers_and_micro_batches_tell_of_all(layout: str, layers: int, split: list[int] | None) -> None:
+def test_few_layers_and_micro_batches_tell_of_all(layout: str, layers: int, split: list[int] | None, microbatches: int) -> None:
     make, batch = functools.partial(llama, num_hidden_layers=layers), functools.partial(long_batch, 256)
-    rows = 5 * (Layout.parse(layout).dp or 1)
+    rows = microbatches * (Layout.parse(layout).dp or 1)
     options = {"make_batch": batch, "global_batch": rows, "precision": "bf16-mixed", "split": split}
     quick, exact = (dry(layout, 4, make, exact=every, **options) for every in (False, True))
     for a, b in zip(quick, exact, strict=True):
@@ -114,13 +111,13 @@ SPEC = ModelSpec("llama", 12, 1024, 16, 8, 2752, 16000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero3_mbs2", "tp2_nosp_zero2_mbs1_ac", "tp2_pp2_zero1"])
-def test_closed_forms_within_three_percent_and_bytes_exact(layout: str) -> None:
+@pytest.mark.parametrize(("layout", "rows"), [("zero3_mbs2", 96), ("tp2_nosp_zero2_mbs1_ac", 24), ("tp2_pp2_zero1", 12)])
+def test_closed_forms_within_three_percent_and_bytes_exact(layout: str, rows: int) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 2752, "num_attention_heads": 16, "num_key_value_heads": 8}
     make = functools.partial(llama, **sizes, vocab_size=16000)
     batch = functools.partial(long_batch, 2048)
-    runs = dry(layout, 16, make, make_batch=batch, global_batch=128, precision="bf16-mixed", clip=True)
-    x = explain(SPEC, layout, gpu="h100", num_gpus=16, seq_len=2048, global_batch=128)
+    runs = dry(layout, 16, make, make_batch=batch, global_batch=rows, precision="bf16-mixed", clip=True)
+    x = explain(SPEC, layout, gpu="h100", num_gpus=16, seq_len=2048, global_batch=rows)
     overhead = x.framework["overhead_gib"]
     for found, closed in zip(runs, x.memory_by_rank.values(), strict=True):
         assert sum(closed.values()) - overhead == pytest.approx(found.peak_gib, rel=0.03), (layout, found, closed)

@@ -51,11 +51,14 @@ def test_a_process_group_that_exists_is_left_alone() -> None:
 
 def _largest_seen(guarded: bool) -> int:
     """Elements of the largest tensor that is seen when a split matrix is scaled, 8 of its 8,192 elements here."""
-    with torch_private.fake_process_group(1024, 0), torch_private.fake_mode():
+    with torch_private.fake_process_group(1024, 0):
         mesh = torch.distributed.init_device_mesh("cpu", (1024,))
-        matrix = DTensor.from_local(torch.zeros(1, 8), mesh, [Shard(0)], run_check=False)
+        mode = torch_private.fake_mode()
+        with mode:
+            local = torch.zeros(1, 8)
+        matrix = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         trace = Trace(set(), set(), [])
-        with torch_private.no_global_shapes() if guarded else contextlib.nullcontext(), trace:
+        with torch_private.no_global_shapes() if guarded else contextlib.nullcontext(), mode, trace:
             scaled = matrix.double()
             assert scaled.shape == (1024, 8)
     return max(peak.nbytes for peak in trace.peaks.values()) // 8
@@ -86,9 +89,10 @@ def test_fsdp_frees_by_resizing_storages() -> None:
 
 
 def test_storages_are_known_by_their_key() -> None:
-    tensor = torch.zeros(4, 4)
+    tensor, other = torch.zeros(4, 4), torch.zeros(4, 4)
     key = torch_private.storage_key(tensor.untyped_storage())
-    assert key == torch_private.storage_key(tensor[1:].T.untyped_storage()) != torch_private.storage_key(torch.zeros(4).untyped_storage())
+    assert key == torch_private.storage_key(tensor[1:].T.untyped_storage())
+    assert key != torch_private.storage_key(other.untyped_storage())
 
 
 def _is_in_backward() -> list[bool]:
