@@ -87,7 +87,7 @@ def long_batch(seq_len: int, rows: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("layout", "layers", "split", "microbatches"),
     [
-        ("dp4_zero3_mbs1_acsel", 5, None, 5),
+        ("dp4_zero3_mbs1_acsel", 5, None, 2),
         ("dp4_zero2_mbs1_ac2", 8, None, 2),
         ("dp1_tp2_pp2_mbs1", 7, [2, 5], 5),
     ],
