@@ -67,7 +67,12 @@ PARAMETERS: dict[str, Parameter] = {
         "1", 0.1, 1, "of the scale-up link's one-way bandwidth that tensor-parallel collectives reach"
     ),
     "tp_hidden_share": Parameter("1", 0, 0.9, "of tensor-parallel traffic inside a node that hides behind computing"),
-    "tp_latency_s": Parameter("s", 0, 1e-3, "of one tensor-parallel exchange (all-reduce, or gather and scatter)"),
+    "tp_latency_s": Parameter(
+        "s",
+        0,
+        1e-3,
+        "start of one exchange of two tensor-parallel ranks, and the wait for the later one; grows with ranks as their latest does",
+    ),
     "tp_exchanges": Parameter(
         "1/layer", 4, 5, "tensor-parallel exchanges, forward and backward; 4.5 when inputs are gathered again"
     ),

@@ -33,17 +33,26 @@ def table_gb_s(nodes: Array, kind: str = "allgather") -> Array:
     return np.interp(np.log2(np.maximum(nodes, 1.0)), np.log2(table["nodes"]), table[kind])
 
 
+_SLOWEST = (0.0, 0.5642, 1.0294, 1.4236, 1.7660, 2.0697, 2.3437)
+"""Expected maximum of 1, 2, 4, 8, 16, 32 and 64 standard normal variables."""
+
+
+def waits(ranks: Array) -> Array:
+    """How long a group waits for its slowest rank, relative to a group of two, when each rank is late by normal chance."""
+    return np.interp(np.log2(ranks), np.arange(len(_SLOWEST)), _SLOWEST) / _SLOWEST[1]
+
+
 def gather_bytes(c: Cases) -> Array:
     """What one tensor-parallel all-gather (or reduce-scatter) of a layer's hidden states moves on a rank."""
     return (c.tp - 1) / c.tp * 2 * c.tokens * c.h
 
 
 def exchange_s(c: Cases, q: Framework, gathered_bytes: Array) -> Array:
-    """One tensor-parallel exchange (all-reduce, or gather and scatter): twice the bytes over the group's link, plus latency."""
+    """One tensor-parallel exchange (all-reduce, or gather and scatter): twice the bytes over the group's link, plus the wait."""
     inside = q["tp_bandwidth_share"] * c.scaleup_gb_s
     across = np.minimum(table_gb_s(c.tp / c.node) * c.nic_scale * q["tp_across_nodes"], inside)
     gb_s = np.where(c.tp > c.node, across, inside / (1 - q["tp_hidden_share"]))
-    return np.where(c.tp > 1, q["tp_latency_s"] + 2 * gathered_bytes / (gb_s * 1e9), 0.0)
+    return np.where(c.tp > 1, q["tp_latency_s"] * waits(c.tp) + 2 * gathered_bytes / (gb_s * 1e9), 0.0)
 
 
 def head_exchange_s(c: Cases, q: Framework) -> Array:

@@ -25,6 +25,10 @@ class Finding:
     predicted: float
     none: float = 0.0
     """Value of no effect: 0 for differences, 1 for ratios."""
+    measured_range: tuple[float, float] = (0.0, 0.0)
+    """5th and 95th percentile of the measured median when the pairs are drawn anew (bootstrap)."""
+    correlation: float = 0.0
+    """Rank correlation of predicted and measured effects over the pairs."""
 
     @property
     def same_sign(self) -> bool:
@@ -72,16 +76,10 @@ def findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
     }
 
     def difference(name: str, pairs: Sequence[tuple[Row, Row]]) -> Finding:
-        def middle(of: Callable[[Row], Row]) -> float:
-            return float(np.median([_points(of(b)) - _points(of(a)) for a, b in pairs]))
-
-        return Finding(name, "points of MFU", len(pairs), middle(lambda r: r), middle(lambda r: predicted[id(r)]))
+        return _finding(name, "points of MFU", pairs, predicted, lambda a, b: _points(b) - _points(a), 0.0)
 
     def ratio(name: str, pairs: Sequence[tuple[Row, Row]]) -> Finding:
-        def median(of: Callable[[Row], Row]) -> float:
-            return float(np.median([of(b).measured_step_s / of(a).measured_step_s for a, b in pairs]))
-
-        return Finding(name, "× step time", len(pairs), median(lambda r: r), median(lambda r: predicted[id(r)]), none=1.0)
+        return _finding(name, "× step time", pairs, predicted, lambda a, b: b.measured_step_s / a.measured_step_s, 1.0)
 
     found: list[Finding] = []
     swapped = [
@@ -127,6 +125,32 @@ def findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
     if more:
         found.append(difference("30B, 64 to 256 GPUs", more))
     return found
+
+
+def _finding(
+    name: str,
+    unit: str,
+    pairs: Sequence[tuple[Row, Row]],
+    predicted: dict[int, Row],
+    effect: Callable[[Row, Row], float],
+    none: float,
+) -> Finding:
+    measured = np.array([effect(a, b) for a, b in pairs])
+    expected = np.array([effect(predicted[id(a)], predicted[id(b)]) for a, b in pairs])
+    drawn = np.random.default_rng(0).integers(0, len(pairs), (2000, len(pairs)))
+    low, high = np.percentile(np.median(measured[drawn], axis=1), (5, 95))
+    ranks = [np.argsort(np.argsort(x)) for x in (measured, expected)]
+    correlation = float(np.corrcoef(*ranks)[0, 1]) if len(pairs) > 2 else float("nan")
+    return Finding(
+        name,
+        unit,
+        len(pairs),
+        float(np.median(measured)),
+        float(np.median(expected)),
+        none,
+        (float(low), float(high)),
+        correlation,
+    )
 
 
 def _points(r: Row) -> float:

@@ -18,7 +18,7 @@ from tests.benchmarks.advisor_rows import Row, values
 PAPER_MEMORY = ("unfused_norm_bytes", "logit_bytes", "extra_in_flight")
 PAPER_TIME = (
     "matmul_efficiency", "operand_traffic", "unfused_norm_traffic", "torch_score_traffic", "fused_score_traffic",
-    "tp_bandwidth_share", "tp_latency_s", "dp_bandwidth_gb_s", "dp_exponent",
+    "tp_bandwidth_share", "tp_latency_s", "dp_bandwidth_gb_s",
 )  # fmt: skip
 PLAYBOOK_MEMORY = ("gradient_bytes", "unfused_norm_bytes", "logit_bytes")
 PLAYBOOK_TIME = (

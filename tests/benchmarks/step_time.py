@@ -57,8 +57,6 @@ LAYOUTS = {"zero0": 1, "dp2_zero0": 2, "tp2": 2, "pp2_mbs2": 2, "dp2_zero3": 2}
 Step = Callable[[dict[str, Tensor]], None]
 
 
-
-
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 

@@ -150,7 +150,10 @@ def compare_layout(hardware, layout, make_module):
     return {**result, "layout": str(strategy.layout)}
 
 
-@pytest.mark.parametrize(("layout", "make_module"), [("tp2_pp2", LateRank), ("dp2_pp2_zero3_gpipe", TimedHandWritten)])
+@pytest.mark.parametrize(
+    ("layout", "make_module"),
+    [("tp2_pp2", LateRank), pytest.param("dp2_pp2_zero3_gpipe", TimedHandWritten, marks=pytest.mark.slow)],
+)
 def test_both_columns_under_a_layout(hardware, layout, make_module):
     results = run_ranks(4, compare_layout, hardware, layout, make_module)
     (table,) = results[0]["tables"]
@@ -197,7 +200,7 @@ def test_accumulated_batches_are_micro_batches_of_a_step(hardware):
     (result,) = compare_each({"hardware": hardware, "trainer": {"accumulate_grad_batches": 2}, "batches": {"size": 96}})
     e = predicted_for(hardware, "mbs4", global_batch=8)
     assert read(result["tables"][0])["time of a step"] == (f"{e.step_time_s:.4g} s", "8 s")
-    assert "8 sequences of 8 tokens a step" in result["tables"][0] and e.num_microbatches == 2
+    assert "dp1_mbs4 on 1 x pretend, 8 sequences of 8 tokens a step" in result["tables"][0] and e.num_microbatches == 2
 
 
 def test_batches_of_several_sizes_are_predicted_by_the_most_common_and_said_so(hardware):
@@ -440,3 +443,29 @@ def test_a_model_is_described_by_its_config_or_by_its_matrices():
         module = make()
         spec = spec_of(model_shape(module), module)
         assert (spec.intermediate_size, spec.gated_mlp, spec.tied, spec.num_kv_heads, spec.head_dim) == expected
+
+
+@pytest.mark.slow  # imports transformers
+def test_models_of_transformers_are_described_by_their_config_and_by_their_matrices_alike():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=640, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
+    configs = [
+        (transformers.LlamaConfig(**sizes, intermediate_size=176, num_key_value_heads=2), (176, True, False)),
+        (transformers.Phi3Config(**sizes, intermediate_size=176, pad_token_id=0), (176, True, False)),  # gate and up in one
+        (transformers.GPT2Config(vocab_size=640, n_embd=64, n_layer=3, n_head=4, n_positions=64), (256, False, True)),  # Conv1D
+        (transformers.GPTNeoXConfig(**sizes, intermediate_size=256), (256, False, False)),
+    ]
+    for config, expected in configs:
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(config)
+        shape = model_shape(module)
+        for part in module.modules():
+            part.__dict__.pop("config", None)
+        for spec in (spec_of(shape, ConfigOnly(config)), spec_of(shape, module)):
+            assert (spec.intermediate_size, spec.gated_mlp, spec.tied) == expected
+
+
+class ConfigOnly(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
