@@ -71,7 +71,7 @@ PARAMETERS: dict[str, Parameter] = {
         "s",
         0,
         1e-3,
-        "start of one exchange of two tensor-parallel ranks, and the wait for the later one; grows with ranks as their latest does",
+        "of one exchange of two tensor-parallel ranks: its start and the wait for the later one; grows with ranks as their latest",
     ),
     "tp_exchanges": Parameter(
         "1/layer", 4, 5, "tensor-parallel exchanges, forward and backward; 4.5 when inputs are gathered again"

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from lightning_5d.advisor.parameters import DATA, PARAMETERS, Framework, find_framework, load_frameworks
 from tests.benchmarks import advisor_scores as scores
-from tests.benchmarks.advisor_findings import findings
+from tests.benchmarks.advisor_findings import all_findings, finding_cells
 from tests.benchmarks.advisor_fit import PAPER_MEMORY, PAPER_TIME, PLAYBOOK_MEMORY, PLAYBOOK_TIME, RUNS_TIME
 from tests.benchmarks.advisor_rows import PAPER, PLAYBOOK, RUNS, paper_rows, playbook_rows
 from tests.benchmarks.advisor_runs import Skipped, run_rows
@@ -79,9 +79,7 @@ def all_scores(paper: Any, playbook: Any, runs: Any, fits: dict[str, LeftOut]) -
         "paper_time": scores.score_paper_time(paper, fits["paper_time"]),
         "paper_choice": scores.score_paper_choice(paper, fits["paper_memory"], fits["paper_time"]),
         "paper_choice_with_anomaly": scores.score_paper_choice(paper, fits["paper_memory"], fits["paper_time"], exclude=()),
-        "findings": [
-            {**asdict(f), "share": f.share} for f in findings([r for r in paper if not r.anomaly], fits["paper_time"].all)
-        ],
+        "findings": [{**asdict(f), "share": f.share} for f in all_findings(paper, fits["paper_time"].all)],
         "playbook_memory": scores.score_playbook_memory(playbook, fits["playbook_memory"]),
         "playbook_time": scores.score_playbook_time(playbook, fits["playbook_time"]),
         "runs": scores.score_runs(runs, fits["runs_time"], fits["playbook_time"].all),
@@ -135,9 +133,9 @@ def print_scores(console: Console, result: dict[str, Any], skipped: Sequence[Ski
             )
         console.print(table)
 
-    table = Table("layouts paper: what its runs show", "unit", "pairs", "measured", "predicted")
+    table = Table("layouts paper: what its runs show", "unit", "pairs", "measured", "5% – 95%", "predicted", "rank corr.")
     for f in result["findings"]:
-        table.add_row(f["name"], f["unit"], str(f["pairs"]), f"{f['measured']:+.2f}", f"{f['predicted']:+.2f}")
+        table.add_row(f["name"], f["unit"], *finding_cells(f))
     console.print(table)
 
     table = Table("playbook: memory of the first rank, GiB", "runs", "mean error", "median", "p90")

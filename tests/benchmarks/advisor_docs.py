@@ -14,6 +14,7 @@ from lightning_5d.advisor.cases import Cases, collect
 from lightning_5d.advisor.memory import GIB, total_bytes
 from lightning_5d.advisor.model import PRESETS
 from lightning_5d.advisor.parameters import PARAMETERS, find_framework, load_frameworks
+from tests.benchmarks.advisor_findings import finding_cells
 from tests.benchmarks.advisor_fit import PLAYBOOK_MEMORY, Bounds
 from tests.benchmarks.advisor_rows import Row, values
 
@@ -54,14 +55,15 @@ def score_tables(result: dict[str, Any]) -> str:
         (g, f"`{c['first']}`", f"{c['lost_first']:.1f}", f"{c['lost_three']:.1f}", "yes" if c["oom"] else "no")
         for g, c in result["paper_choice"].items()
     ]
-    findings = [(f["name"], f["unit"], f["pairs"], f"{f['measured']:+.2f}", f"{f['predicted']:+.2f}") for f in result["findings"]]
+    findings = [(f["name"], f["unit"], *finding_cells(f)) for f in result["findings"]]
     return "\n\n".join(
         [
             table(("score", "goal", "reached"), rows),
             "First choice of the whole advisor among the layouts the paper measured, the group left out of both fits:",
             table(("group", "first choice", "points lost", "by the best of three", "out of memory"), choices),
-            "What the paper's runs show, medians over pairs of runs that differ in one thing:",
-            table(("finding", "unit", "pairs", "measured", "predicted"), findings),
+            "What the paper's runs show, medians over pairs of runs that differ in one thing; with\nthe 5th and "
+            "95th percentile of the measured median when the pairs are drawn anew,\nand the rank correlation of measured and predicted over the pairs:",
+            table(("finding", "unit", "pairs", "measured", "5% – 95%", "predicted", "rank corr."), findings),
         ]
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from lightning_5d.advisor.cases import collect
 from lightning_5d.advisor.parameters import Framework
@@ -65,8 +66,27 @@ def _without(*names: str) -> Callable[[Row], Any]:
     return lambda r: tuple(v for k, v in _identity(r).items() if k not in names)
 
 
+def finding_cells(finding: dict[str, Any]) -> tuple[str, ...]:
+    """Figures of a finding's fields, as tables show them."""
+    low, high = finding["measured_range"]
+    return (
+        str(finding["pairs"]),
+        f"{finding['measured']:+.2f}",
+        f"{low:+.2f} – {high:+.2f}",
+        f"{finding['predicted']:+.2f}",
+        "" if np.isnan(finding["correlation"]) else f"{finding['correlation']:+.2f}",
+    )
+
+
+def all_findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
+    """Findings without the data's anomaly, and once more with it where it turns the sign."""
+    found = findings([r for r in rows if not r.anomaly], framework)
+    turned = next((f for f in findings(rows, framework) if f.name == "pp 1 to 2"), None)
+    return found if turned is None else [*found, replace(turned, name="pp 1 to 2, anomaly included")]
+
+
 def findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
-    """Every finding, over runs that ran. `rows` should leave the data's anomaly out."""
+    """Every finding over those of `rows` that ran."""
     ran = [r for r in rows if r.status == "ok"]
     cases = collect([r.case for r in ran], framework)
     seconds = step_time(cases, framework).total_s
@@ -139,8 +159,7 @@ def _finding(
     expected = np.array([effect(predicted[id(a)], predicted[id(b)]) for a, b in pairs])
     drawn = np.random.default_rng(0).integers(0, len(pairs), (2000, len(pairs)))
     low, high = np.percentile(np.median(measured[drawn], axis=1), (5, 95))
-    ranks = [np.argsort(np.argsort(x)) for x in (measured, expected)]
-    correlation = float(np.corrcoef(*ranks)[0, 1]) if len(pairs) > 2 else float("nan")
+    correlation = float(spearmanr(measured, expected).statistic) if len(pairs) > 2 else float("nan")
     return Finding(
         name,
         unit,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 
 from lightning_5d.advisor.cases import collect
 from lightning_5d.advisor.memory import GIB, limit_gib, total_bytes, worst_gib
@@ -36,12 +37,6 @@ def starting(name: str) -> Framework:
 
 def mask(rows: Sequence[Row], keep: Callable[[Row], bool]) -> NDArray[np.bool_]:
     return np.array([keep(r) for r in rows], dtype=bool)
-
-
-def spearman(a: Array, b: Array) -> float:
-    """Rank correlation."""
-    ranks = [np.argsort(np.argsort(x)).astype(float) for x in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 # ---------------------------------------------------------------- fits with something left out
@@ -195,7 +190,7 @@ def errors(predicted: Array, rows: Sequence[Row]) -> dict[str, float]:
     for g in groups(rows):
         inside = mask(rows, lambda r, g=g: r.group == g)  # type: ignore[misc]
         if inside.sum() > 2:
-            ranks.append(spearman(predicted[inside], values(rows, "mfu_points")[inside]))
+            ranks.append(float(spearmanr(predicted[inside], values(rows, "mfu_points")[inside]).statistic))
     return {
         "rows": len(rows),
         "median": float(np.median(error)),
