@@ -71,7 +71,7 @@ PARAMETERS: dict[str, Parameter] = {
         "s",
         0,
         1e-3,
-        "of one exchange of two tensor-parallel ranks: its start and the wait for the later one; grows with ranks as their latest",
+        "of one exchange of two tensor-parallel ranks: its start and the wait for the later one; grows as their latest does",
     ),
     "tp_exchanges": Parameter(
         "1/layer", 4, 5, "tensor-parallel exchanges, forward and backward; 4.5 when inputs are gathered again"

@@ -61,8 +61,9 @@ def score_tables(result: dict[str, Any]) -> str:
             table(("score", "goal", "reached"), rows),
             "First choice of the whole advisor among the layouts the paper measured, the group left out of both fits:",
             table(("group", "first choice", "points lost", "by the best of three", "out of memory"), choices),
-            "What the paper's runs show, medians over pairs of runs that differ in one thing; with\nthe 5th and "
-            "95th percentile of the measured median when the pairs are drawn anew,\nand the rank correlation of measured and predicted over the pairs:",
+            "What the paper's runs show, medians over pairs of runs that differ in one thing; with the 5th and 95th\n"
+            "percentile of the measured median when the pairs are drawn anew, and the rank correlation of measured\n"
+            "and predicted over the pairs:",
             table(("finding", "unit", "pairs", "measured", "5% – 95%", "predicted", "rank corr."), findings),
         ]
     )
