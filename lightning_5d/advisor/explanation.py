@@ -32,7 +32,8 @@ class Explanation:
     """Of each pipeline rank."""
     live: tuple[float, ...]
     """Micro-batches alive at once on each pipeline rank."""
-    collectives: list[Collective]
+    collectives_by_rank: dict[str, list[Collective]]
+    """Of the same pipeline ranks, largest first."""
     timeline: Timeline | None
     """A step of few micro-batches; None without a pipeline."""
     pictured: int
@@ -41,6 +42,11 @@ class Explanation:
     """Empty when it fits."""
     nearest: list[Estimate]
     """When it does not fit: the nearest layouts that do."""
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Of the first pipeline rank."""
+        return self.collectives_by_rank["first"]
 
 
 def explain(
@@ -62,6 +68,8 @@ def explain(
     parts = memory_parts(columns, rules)
     ranks = {1: ("first",), 2: ("first", "last")}.get(case.layout.pp, ("first", "middle", "last"))
     memory = {rank: {k: float(v[0]) / GIB for k, v in parts[rank].items()} for rank in ranks}
+    numbers = {"first": 0, "middle": 1, "last": case.layout.pp - 1}
+    collectives = {rank: list_collectives(case, rules, numbers[rank]) for rank in ranks}
     timeline, pictured = None, 0
     if case.layout.pp > 1:
         pictured = _pictured(case)
@@ -69,7 +77,7 @@ def explain(
     why_not, nearest = ("", []) if found.fits else (_why_not(case, found), _nearest(case, rules))
     return Explanation(
         case, found, rules, memory, layers_by_rank(case.model, case.layout, rules), live_by_rank(case),
-        list_collectives(case, rules), timeline, pictured, why_not, nearest,
+        collectives, timeline, pictured, why_not, nearest,
     )  # fmt: skip
 
 

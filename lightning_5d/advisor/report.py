@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_5d.advisor.advice import Advice
-from lightning_5d.advisor.collectives import as_dict
+from lightning_5d.advisor.collectives import Collective, as_dict
 from lightning_5d.advisor.explanation import Explanation
 from lightning_5d.advisor.memory import PARTS as MEMORY_PARTS
 from lightning_5d.advisor.predict import Estimate
@@ -146,22 +146,31 @@ def _time_table(e: Estimate) -> Table:
 
 
 def _collectives_table(x: Explanation) -> Table:
-    table = Table("collective of the first pipeline rank", "for", "group", "link")
+    pipeline = x.case.layout.pp > 1
+    table = Table("collective", "for", "group", "link")
+    if pipeline:
+        table.add_column("pipeline ranks")
     for k in ("calls a step", "MiB each", "GiB a step", "s unhidden"):
         table.add_column(k, justify="right")
-    for c in x.collectives:
+    ranks_of: dict[Collective, list[str]] = {}
+    for rank, collectives in x.collectives_by_rank.items():
+        for c in collectives:
+            ranks_of.setdefault(c, []).append(rank)
+    for c, ranks in sorted(ranks_of.items(), key=lambda item: -item[0].bytes_step):
+        where = ["all" if len(ranks) == len(x.collectives_by_rank) else ", ".join(ranks)]
         table.add_row(
             c.operation,
             c.purpose,
             f"{c.axis}{c.group}",
             c.link,
+            *(where if pipeline else []),
             f"{c.calls:,}",
             f"{c.bytes_each / 2**20:.1f}",
             f"{c.bytes_step / 2**30:.2f}",
             f"{c.seconds:.3f}",
         )
-    if not x.collectives:
-        table.add_row("none", "", "", "", "", "", "", "")
+    if not ranks_of:
+        table.add_row("none")
     return table
 
 
@@ -195,6 +204,7 @@ def explanation_json(x: Explanation) -> str:
             "layers_by_rank": x.layers,
             "live_microbatches_by_rank": x.live,
             "collectives": [as_dict(c) for c in x.collectives],
+            "collectives_by_rank": {rank: [as_dict(c) for c in own] for rank, own in x.collectives_by_rank.items()},
             "why_not": x.why_not,
             "nearest": [e.as_dict() for e in x.nearest],
         },

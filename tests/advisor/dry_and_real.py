@@ -1,4 +1,4 @@
-"""The same step twice: on gloo ranks by the Trainer, and one rank of it on fake tensors."""
+"""The same step thrice: on gloo ranks by the Trainer, one rank of it on fake tensors, and by closed forms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_5d.advisor import Explanation
 from lightning_5d.advisor.dryrun import StageRun, dry_run, make_job
 from lightning_5d.advisor.stage_run import OneStage
+from lightning_5d.layout import Layout
 from tests.parallel.counting import KINDS
 from tests.parity.harness import Data, trainer_of
 from tests.parity.models import ROWS, SEQ
@@ -112,3 +115,26 @@ def _messages(layout: str, world_size: int, make: Callable[[], Any], precision: 
 def dry_rank(layout: str, world_size: int, make: Callable[[], Any], precision: str, pp_rank: int) -> tuple[Count, float, Any]:
     """Messages, operations and state bytes of the first rank of a pipeline stage, all its layers and micro-batches run."""
     return run_ranks(1, _messages, layout, world_size, make, precision, pp_rank)[0]
+
+
+def _bookkeeping(layout: Layout) -> Counter[tuple[str, str]]:
+    """What `explain` leaves out: the count of targets over dp, and over the world the norm and 64 places for logged values."""
+    found: Counter[tuple[str, str]] = Counter()
+    sizes = {"dp": layout.dp or 1, "tp": layout.tp, "pp": layout.pp}
+    wide = [axis for axis, size in sizes.items() if size > 1]
+    world = wide[0] if len(wide) == 1 else "world"
+    for axis, size, numbers in (("dp", sizes["dp"], 1), (world, layout.world_size, 65)):
+        found["all-reduce", axis] += numbers * 4 * 2 * (size - 1) / size  # type: ignore[assignment]
+    return found
+
+
+def assert_same_bytes(runs: list[StageRun], told: Explanation) -> None:
+    """Bytes by operation and axis that a dry run with clipping counts are those that `explain` tells, to the byte."""
+    assert len(runs) == len(told.collectives_by_rank)
+    for run, (rank, collectives) in zip(runs, told.collectives_by_rank.items(), strict=True):
+        expected = _bookkeeping(told.case.layout)
+        for c in collectives:
+            expected[c.operation, c.axis] += c.bytes_step  # type: ignore[assignment]
+        counted = {(t.operation, t.axis): t.nbytes for t in run.traffic if t.nbytes}
+        # The ring's (n - 1) / n makes fractions of a byte, which are rounded.
+        assert counted == pytest.approx(dict(+expected), rel=1e-12), (told.estimate.layout, rank)

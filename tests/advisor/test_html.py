@@ -71,6 +71,10 @@ def test_a_browser_draws_it_and_sorts_the_table(html: str, tmp_path) -> None:
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
         f"--user-data-dir={tmp_path}/profile",
         "--window-size=1300,1500",
     ]

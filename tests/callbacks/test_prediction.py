@@ -45,11 +45,11 @@ def hardware(tmp_path):
 
 
 def compare(hardware, monitor=None, trainer=None, make_module=TimedLlama, callbacks=(), **kwargs):
-    """A fit with its ``tables``; twelve steps, of which the first warms up."""
+    """A fit with its ``tables``; eleven steps, of which the first warms up, so that table and metrics are of one log step."""
     lines = CountLines()
     result = fit(
         monitor={"hardware": hardware, "dtype": "bf16", "peak_tflops": None, **(monitor or {})},
-        trainer={"max_steps": 12, **(trainer or {})},
+        trainer={"max_steps": 11, **(trainer or {})},
         make_module=make_module,
         callbacks=(lines, *callbacks),
         **kwargs,

@@ -23,11 +23,20 @@ _OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w.\-]*")
 
 @functools.cache
 def help_of(command: str) -> str:
+    return printed_by(command, "--help")
+
+
+def printed_by(*arguments: str) -> str:
+    """What a command prints that ends well; AssertionError with what it said when it does not."""
     out, err = io.StringIO(), io.StringIO()
-    arguments = sys.argv  # LightningCLI reads it, and the command sets it
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
-        assert main([command, "--help"]) == 0, err.getvalue()
-    sys.argv = arguments
+    before, code = sys.argv, 0  # LightningCLI reads it, and the command sets it
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(list(arguments))
+        except SystemExit as end:
+            code = int(end.code or 0)
+    sys.argv = before
+    assert code == 0, err.getvalue()
     return out.getvalue()
 
 
@@ -45,12 +54,24 @@ def test_our_commands_have_the_options_shown(page: Path) -> None:
     for command, rest in commands(page, _OURS):
         text = help_of(command)
         for option in _OPTION.findall(rest):
-            assert is_option(option, text), f"lightning-5d {command} has no {option}"
+            if ".init_args." in option:  # of a class that the recipe names: no help lists it
+                recipe = re.search(r"--config (\S+)", rest)
+                assert recipe is not None
+                assert_recipe_takes(ROOT / recipe.group(1), option)
+            else:
+                assert is_option(option, text), f"lightning-5d {command} has no {option}"
         for file in re.findall(r"(?<!\S)(?:recipes|tests|docs)/\S+", rest):
             assert (ROOT / file).exists(), file
 
 
+def assert_recipe_takes(recipe: Path, option: str) -> None:
+    argument = option.rsplit(".", 1)[1]
+    assert f"{argument}: a-word" in printed_by("fit", "--config", str(recipe), option, "a-word", "--print_config")
+
+
 def test_options_that_do_not_exist_are_seen() -> None:
+    with pytest.raises(AssertionError, match="hardwear"):
+        assert_recipe_takes(ROOT / "recipes/llama_tiny_cpu.yaml", "--trainer.callbacks.init_args.hardwear")
     assert is_option("--gpu", help_of("advise")) and not is_option("--gp", help_of("advise"))
     assert not is_option("--strategy", help_of("fit")) and is_option("--trainer.strategy", help_of("fit"))
     with pytest.raises(AssertionError, match="is no command"):

@@ -63,7 +63,8 @@ def test_logits_and_gradients_equal_transformers(changes):
     gradients = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         expected = gradients[name if name.startswith("lm_head") else f"model.{name}"].grad
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        rounding = 1e-5 * expected.abs().max().item()  # of the largest terms that were summed; another CPU sums in another order
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=rounding, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @needs_transformers
