@@ -266,6 +266,13 @@ class StepRunner:
         if key not in self._token_shapes:
             with self.recorder:
                 tokens, _ = self.stage.probe(self.module, self.plan, step)
+            if tokens is None:
+                if self.layout.pp == 1:
+                    return None
+                raise ValueError(
+                    f"the step never called the model's embedding {self.plan.embedding!r}: under pipeline parallelism each "
+                    "stage must know what the others send it, so a step calls the model, once"
+                )
             if len(tokens) != 2:
                 raise ValueError(f"the embedding is called with ids of shape {tuple(tokens)}, expected [batch, seq]")
             check_model(self.layout, seq_len=tokens[1])

@@ -91,6 +91,11 @@ class Triples(HandWritten):
         return super().training_step({"input_ids": batch[0], "labels": batch[1]}, batch_idx)
 
 
+class ValidatesWithoutModel(HandWritten):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("rows", float(len(batch["input_ids"])))
+
+
 class LateMetric(HandWritten):
     def configure_model(self) -> None:
         self.late = SumMetric()
@@ -153,10 +158,15 @@ def zero_loss_weighting() -> LayoutStrategy:
         (1, "zero0", LateMetric, ["'late'", "in __init__"]),
         (2, "tp2", NoLayers, ["no list of layers"]),
         (2, "pp2", Positions, ["which stage holds model.positions"]),
+        (2, "pp2", ValidatesWithoutModel, ["never called the model's embedding 'tokens'", "calls the model, once"]),
     ],
 )
 def test_refused(world_size: int, layout: Any, make: Any, parts: list[str]) -> None:
     refused(world_size, layout, make, *parts)
+
+
+def test_a_step_without_the_model_needs_no_pipeline() -> None:
+    assert run_ranks(2, _message, 2, "tp2", ValidatesWithoutModel, "fit", {}, {}) == ["", ""]
 
 
 @pytest.mark.slow
