@@ -47,15 +47,15 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     return Mesh(device_mesh, *coordinate)
 
 
-def host_group_along_pp(mesh: Mesh, device_type: str) -> dist.ProcessGroup | None:
-    """A gloo group over this rank's pipeline stages for what the host must know; None without stages.
+def host_group(mesh: Mesh, axis: str, device_type: str) -> dist.ProcessGroup | None:
+    """A gloo group of this rank along one axis, for what the host must know; None where it is alone.
 
     Every rank of the world must call it.
     """
-    if mesh.size("pp") == 1:
+    if mesh.size(axis) == 1:
         return None
     if device_type == "cpu":
-        return mesh.group("pp")
-    ranks = mesh.device_mesh.mesh.flatten(1).T.tolist()
-    groups = {tuple(column): dist.new_group(column, backend="gloo") for column in ranks}
-    return next(group for column, group in groups.items() if dist.get_rank() in column)
+        return mesh.group(axis)
+    lines = mesh.device_mesh.mesh.movedim(AXES.index(axis), -1).flatten(0, -2).tolist()
+    groups = {tuple(line): dist.new_group(line, backend="gloo") for line in lines}
+    return next(group for line, group in groups.items() if dist.get_rank() in line)

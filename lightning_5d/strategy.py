@@ -25,10 +25,11 @@ from lightning_5d.kernels import use_kernels
 from lightning_5d.layout import Layout, check_model
 from lightning_5d.lightning_private import SigtermAgreement
 from lightning_5d.lightning_quick import QuickSteps
-from lightning_5d.mesh import host_group_along_pp
+from lightning_5d.mesh import host_group
 from lightning_5d.parallel.materialize import Materializer, broadcast_from_rank_zero
 from lightning_5d.parallel.parallelize import Parallelized, parallelize
 from lightning_5d.pipeline.metrics import check_metrics, connect_metrics
+from lightning_5d.pipeline.microbatch import communicates_each
 from lightning_5d.pipeline.step import StepRunner
 from lightning_5d.plan import ModelShape, ParallelPlan, find_plan, shape_of
 from lightning_5d.precision import layout_precision
@@ -165,7 +166,8 @@ class LayoutStrategy(CheckpointedStrategy):
             group = mesh.group("tp") if self.layout.tp > 1 else None
             use_kernels(module, self.kernels, vocab_group=group, verbose=self.is_global_zero)
         self._parts = parallelize(module, plan, self.layout, mesh, materializer, self.split, compute_dtype)
-        host_group = host_group_along_pp(mesh, self.root_device.type)
+        host_pp = host_group(mesh, "pp", self.root_device.type)
+        host_dp = host_group(mesh, "dp", self.root_device.type) if communicates_each(self.layout) else None
         hidden_dtype = dtype or compute_dtype or torch.float32
         self._runner = StepRunner(
             module,
@@ -176,11 +178,12 @@ class LayoutStrategy(CheckpointedStrategy):
             self.root_device,
             hidden_dtype,
             self.loss_weighting == "replica",
-            host_group,
+            host_pp,
+            host_dp,
         )
         runner = self._runner
         if dist.get_world_size() > 1:
-            connect_metrics(module, mesh.group("dp"), host_group, self.layout.pp - 1, lambda: runner.in_step)
+            connect_metrics(module, mesh.group("dp"), host_pp, self.layout.pp - 1, lambda: runner.in_step)
         module.__dict__["_layout"] = str(self.layout)
 
     def model_to_device(self) -> None:

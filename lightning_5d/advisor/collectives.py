@@ -1,8 +1,8 @@
 """Every collective of a step on one rank: what for, bytes, group, link, how often, how long.
 
 Bytes are those that a dry run of the strategy counts, to the byte (tests/advisor/test_bytes.py). Left out are messages of a few
-numbers: the count of valid targets (one number over dp), the norm of all gradients (one number over the world), logged values
-(one vector over the world) and their names (two numbers over pp).
+numbers: over dp the counts of valid targets and of micro-batches, over the world the norm of all gradients and the logged values,
+over pp their names.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from lightning_5d.mesh import Mesh
 from lightning_5d.parallel.materialize import Materializer
 from lightning_5d.pipeline import schedule
 from lightning_5d.pipeline.logs import LogExchange
+from lightning_5d.pipeline.microbatch import SameCount
 
 
 class FakeMaterializer(Materializer):
@@ -42,6 +43,13 @@ class FakeMaterializer(Materializer):
         dtype = self.as_dtype if self.as_dtype is not None and like.is_floating_point() else like.dtype
         with self.mode:
             return torch.empty(like.shape, dtype=dtype, device="cpu")
+
+
+class DrySameCount(SameCount):
+    """The replicas' message of their micro-batches. There are no replicas, and so nothing to read."""
+
+    def _read(self) -> tuple[int, int]:
+        return 0, 0
 
 
 class DryLogs(LogExchange):

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from lightning_5d.advisor.one_rank import DryLogs, FakeMaterializer, one_rank, tied_copies
+from lightning_5d.advisor.one_rank import DryLogs, DrySameCount, FakeMaterializer, one_rank, tied_copies
 from lightning_5d.advisor.regions import watch_layers
 from lightning_5d.advisor.torch_private import fake_mode
 from lightning_5d.advisor.trace import SET_UP, Message, Peak, Trace, users_step
 from lightning_5d.gradients import Gradients, find_tied, local_of
 from lightning_5d.layout import Layout
-from lightning_5d.mesh import AXES, Mesh, build_mesh
+from lightning_5d.mesh import AXES, Mesh, build_mesh, host_group
 from lightning_5d.parallel.parallelize import Parallelized, parallelize
+from lightning_5d.pipeline.microbatch import communicates_each
 from lightning_5d.pipeline.step import StepRunner
 from lightning_5d.plan import ParallelPlan
 
@@ -121,9 +122,12 @@ class OneStage:
         parts = parallelize(module, job.plan, job.layout, self.mesh, materializer, split or None, compute)
         hidden = true_dtype or compute or torch.float32
         device = torch.device("cpu")
+        host_pp = host_group(self.mesh, "pp", "cpu")
+        host_dp = host_group(self.mesh, "dp", "cpu") if communicates_each(job.layout) else None
         runner = StepRunner(
-            module, parts.stage, job.layout, self.mesh, job.plan, device, hidden, job.replica_weighting, _host_group(self.mesh)
+            module, parts.stage, job.layout, self.mesh, job.plan, device, hidden, job.replica_weighting, host_pp, host_dp
         )
+        runner.same_count = DrySameCount(host_dp)
         logs = DryLogs(module, device, runner.exchange.contributes, self.mesh.size("dp"))
         logs.host_pp_group, logs.last_stage_rank = runner.exchange.host_pp_group, runner.exchange.last_stage_rank
         runner.exchange = logs
@@ -135,10 +139,6 @@ class OneStage:
         finally:
             del module, parts, runner, logs, gradients, materializer
             gc.collect()
-
-
-def _host_group(mesh: Mesh) -> Any:
-    return mesh.group("pp") if mesh.size("pp") > 1 else None
 
 
 @dataclass

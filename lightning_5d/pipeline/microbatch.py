@@ -10,6 +10,8 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_5d.layout import Layout
+
 IGNORED_LABEL = -100
 
 
@@ -41,6 +43,46 @@ def microbatch_rows(rows: int, mbs: int | None) -> int:
     if mbs is None or mbs >= rows:
         return rows
     return next(size for size in range(mbs, 0, -1) if rows % size == 0)
+
+
+def communicates_each(layout: Layout) -> bool:
+    """Whether replicas talk with every micro-batch, and a batch may be several."""
+    return (layout.zero or 0) >= 2 and (layout.mbs is not None or layout.pp > 1)
+
+
+class SameCount:
+    """Whether all replicas split their batches into as many micro-batches. Where each is communicated, others would wait forever.
+
+    ``host_group``: the replicas, where :func:`communicates_each`; else None. Hosts wait for each other, not for their devices.
+    """
+
+    def __init__(self, host_group: dist.ProcessGroup | None) -> None:
+        self.host_group = host_group
+        self._work: Any = None
+        self._most_and_fewest = torch.empty(0)
+
+    def announce(self, count: int) -> None:
+        if self.host_group is not None:
+            self._most_and_fewest = torch.tensor([count, -count])
+            self._work = dist.all_reduce(self._most_and_fewest, dist.ReduceOp.MAX, self.host_group, async_op=True)
+
+    def check(self) -> None:
+        """Raises ``ValueError`` on every replica when they differ, before the first micro-batch."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        most, fewest = self._read()
+        if most != fewest:
+            raise ValueError(
+                f"replicas split their batches into {fewest} to {most} micro-batches; zero2 and zero3 communicate with each, so "
+                "all need as many. Give every replica batches of one size (Lightning's own sampler does, or drop_last=True in "
+                "yours), or use zero1"
+            )
+
+    def _read(self) -> tuple[int, int]:
+        most, fewest = self._most_and_fewest.tolist()
+        return most, -fewest
 
 
 class LossWeights:

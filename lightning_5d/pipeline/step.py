@@ -18,6 +18,7 @@ from lightning_5d.pipeline.guards import TargetsSeen, whole_parameters_refused
 from lightning_5d.pipeline.logs import LogExchange, LogItem, LogRecorder
 from lightning_5d.pipeline.microbatch import (
     LossWeights,
+    SameCount,
     count_targets,
     has_labels,
     may_hold_no_target,
@@ -48,6 +49,7 @@ class StepRunner:
         hidden_dtype: torch.dtype,
         replica_weighting: bool,
         host_pp_group: dist.ProcessGroup | None,
+        host_dp_group: dist.ProcessGroup | None,
     ) -> None:
         self.module, self.stage, self.layout, self.mesh, self.plan = module, stage, layout, mesh, plan
         self.device, self.hidden_dtype, self.replica_weighting = device, hidden_dtype, replica_weighting
@@ -57,6 +59,7 @@ class StepRunner:
         self.exchange = LogExchange(module, device, contributes, mesh.size("dp"))
         self.exchange.host_pp_group = host_pp_group
         self.exchange.last_stage_rank = layout.pp - 1
+        self.same_count = SameCount(host_dp_group)
         self.num_microbatches = 1
         self.in_step = False
         self._stop_requests = DelayedFlag(device)
@@ -124,6 +127,7 @@ class StepRunner:
         rows = num_rows(batch)
         mbs = self.layout.mbs or (1 if self.layout.pp > 1 else None)
         count = rows // microbatch_rows(rows, mbs)
+        self.same_count.announce(count)
         batches = split_batch(batch, count)
         weights = self._weights(name, batch, count, lambda: step(batches[0], *rest))
         may_be_empty = weights is not None and self._may_hold_no_target is not False
@@ -180,6 +184,7 @@ class StepRunner:
             return loss * loss_scale if loss_scale != 1.0 else loss
 
         guard = whole_parameters_refused(self.module, self.plan.layers) if self.layout.pp > 1 and self.plan else nullcontext()
+        self.same_count.check()
         self.in_step = True
         try:
             with guard, self.recorder if capture else nullcontext():

@@ -20,6 +20,7 @@ from lightning_5d.advisor import Explanation
 from lightning_5d.advisor.dryrun import StageRun, dry_run, make_job
 from lightning_5d.advisor.stage_run import OneStage
 from lightning_5d.layout import Layout
+from lightning_5d.pipeline.microbatch import communicates_each
 from tests.parallel.counting import KINDS
 from tests.parity.harness import Data, trainer_of
 from tests.parity.models import ROWS, SEQ
@@ -118,12 +119,13 @@ def dry_rank(layout: str, world_size: int, make: Callable[[], Any], precision: s
 
 
 def _bookkeeping(layout: Layout) -> Counter[tuple[str, str]]:
-    """What `explain` leaves out: the count of targets over dp, and over the world the norm and 64 places for logged values."""
+    """What `explain` leaves out: counts of targets and of micro-batches over dp, over the world the norm and 64 logged values."""
     found: Counter[tuple[str, str]] = Counter()
     sizes = {"dp": layout.dp or 1, "tp": layout.tp, "pp": layout.pp}
     wide = [axis for axis, size in sizes.items() if size > 1]
     world = wide[0] if len(wide) == 1 else "world"
-    for axis, size, numbers in (("dp", sizes["dp"], 1), (world, layout.world_size, 65)):
+    of_dp = 5 if communicates_each(layout) else 1  # two of eight bytes more
+    for axis, size, numbers in (("dp", sizes["dp"], of_dp), (world, layout.world_size, 65)):
         found["all-reduce", axis] += numbers * 4 * 2 * (size - 1) / size  # type: ignore[assignment]
     return found
 

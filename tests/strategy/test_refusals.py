@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_5d.strategy import LayoutStrategy
@@ -96,6 +97,20 @@ class ValidatesWithoutModel(HandWritten):
         self.log("rows", float(len(batch["input_ids"])))
 
 
+class ReplicasOfTwoSizes(HandWritten):
+    """The first replica's batch is of six sequences, the others' of four."""
+
+    def train_dataloader(self) -> Any:
+        ids = torch.arange(6 * 8).reshape(6, 8) % 16
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        return DataLoader(rows if self.trainer.strategy.dp_rank == 0 else rows[:4], batch_size=6)  # type: ignore[arg-type]
+
+
+class ValidatesUnevenly(HandWritten):
+    def val_dataloader(self) -> Any:
+        return ReplicasOfTwoSizes.train_dataloader(self)  # type: ignore[arg-type]
+
+
 class LateMetric(HandWritten):
     def configure_model(self) -> None:
         self.late = SumMetric()
@@ -167,6 +182,38 @@ def test_refused(world_size: int, layout: Any, make: Any, parts: list[str]) -> N
 
 def test_a_step_without_the_model_needs_no_pipeline() -> None:
     assert run_ranks(2, _message, 2, "tp2", ValidatesWithoutModel, "fit", {}, {}) == ["", ""]
+
+
+def _fit_own_batches(layout: str, world_size: int, make: Callable[[], Any]) -> str:
+    torch.manual_seed(0)
+    module = make()
+    trainer = trainer_of(LayoutStrategy(layout), world_size, use_distributed_sampler=False, max_steps=1)
+    try:
+        if isinstance(module, ValidatesUnevenly):
+            trainer.validate(module)
+        else:
+            trainer.fit(module)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+UNEVEN = "2 to 3 micro-batches; zero2 and zero3 communicate with each.*drop_last=True"
+
+
+@pytest.mark.parametrize("layout", ["dp2_zero2_mbs2", "dp2_zero3_mbs2"])
+def test_replicas_with_other_numbers_of_micro_batches_do_not_wait_for_each_other(layout: str) -> None:
+    for message in run_ranks(2, _fit_own_batches, layout, 2, ReplicasOfTwoSizes):
+        assert re.search(UNEVEN, message), message or "nothing was refused"
+
+
+@pytest.mark.slow
+def test_replicas_with_other_numbers_of_micro_batches_too() -> None:
+    assert run_ranks(2, _fit_own_batches, "dp2_zero1_mbs2", 2, ReplicasOfTwoSizes) == ["", ""]
+    assert run_ranks(2, _fit_own_batches, "dp2_zero3", 2, ReplicasOfTwoSizes) == ["", ""]
+    for layout, world_size, make in [("dp2_zero3_mbs2", 2, ValidatesUnevenly), ("dp2_pp2_zero3_mbs2", 4, ReplicasOfTwoSizes)]:
+        for message in run_ranks(world_size, _fit_own_batches, layout, world_size, make):
+            assert re.search(UNEVEN, message), message
 
 
 @pytest.mark.slow
