@@ -121,6 +121,7 @@ class LayoutStrategy(CheckpointedStrategy):
         self._checkpoints.load_weights(module)
         if fitting:
             self._reset_optimizers_and_schedulers()
+            self._reshard()  # a run that was interrupted leaves parameters gathered, too
             self._build_optimizers(trainer)
             self._setup_gradients(module)
             self._checkpoints.check_optimizers(module, self.optimizers)
@@ -305,6 +306,9 @@ class LayoutStrategy(CheckpointedStrategy):
         self._reshard()
 
     def on_test_end(self) -> None:
+        self._reshard()
+
+    def on_predict_end(self) -> None:
         self._reshard()
 
     def on_train_end(self) -> None:
