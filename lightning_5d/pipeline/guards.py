@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,11 +20,15 @@ class TargetsSeen(TorchFunctionMode):
         super().__init__()
         self.valid: list[int] = []
         self.all_valid = True
+        self.sums: list[Tensor] = []
+        """Cross entropies that were summed and not averaged."""
+        self.has_class_weights = False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if func is F.cross_entropy:
             target = kwargs.get("target", args[1] if len(args) > 1 else None)
             ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else -100)
@@ -31,12 +36,33 @@ class TargetsSeen(TorchFunctionMode):
                 with torch.no_grad():
                     self.valid.append(int((target != ignored).sum()))
                 self.all_valid = self.all_valid and self.valid[-1] == target.numel()
-        return func(*args, **kwargs)
+            if kwargs.get("reduction", args[6] if len(args) > 6 else "mean") == "sum":
+                self.sums.append(out.detach())
+            self.has_class_weights |= kwargs.get("weight", args[2] if len(args) > 2 else None) is not None
+        return out
 
-    def check(self, counted: float | None) -> None:
-        """Raises ``ValueError`` when the step averaged over other targets than were counted (None: sequences were)."""
+    def check(self, counted: float | None, loss: Any = None) -> None:
+        """Raises ``ValueError`` when the step averaged over other targets than were counted (None: sequences were).
+
+        Or not at all: it has class weights, or its ``loss`` is not the mean of the cross entropy that it summed.
+        """
         if not self.valid:
             return
+        if self.has_class_weights:
+            raise ValueError(
+                "a cross entropy has class weights, and so is no mean over its targets, as which the parts of a split batch are "
+                "weighted. Define `num_targets(self, batch) -> int | Tensor` in the LightningModule: the weights of the batch's "
+                "targets, summed"
+            )
+        if self.sums and isinstance(loss, Tensor) and loss.numel() == 1:
+            mean = sum(float(s) for s in self.sums) / max(sum(self.valid), 1)
+            if not math.isclose(float(loss), mean, rel_tol=0.02, abs_tol=1e-6):  # bf16 rounds by 0.4%
+                raise ValueError(
+                    f"a cross entropy was summed over {sum(self.valid)} targets, and the step's loss ({float(loss):.4g}) is not "
+                    f"its mean ({mean:.4g}): the parts of a split batch are weighted as means. Average, with reduction='mean', or "
+                    "where the loss is a mean nonetheless, with other terms in it, define `num_targets(self, batch) -> int | "
+                    "Tensor` in the LightningModule"
+                )
         agrees = self.all_valid if counted is None else counted in (*self.valid, sum(self.valid))
         if not agrees:
             rule = "sequences" if counted is None else f"{int(counted)} `labels` that are not -100"

@@ -16,12 +16,34 @@ IGNORED_LABEL = -100
 
 
 def num_rows(batch: Any) -> int:
-    """Sequences in a batch: the first dimension of its first tensor that has one. ``ValueError`` when there is none."""
-    sizes: list[int] = []
-    apply_to_collection(batch, Tensor, lambda t: sizes.append(t.shape[0]) if t.ndim else None)
-    if not sizes:
+    """Sequences in a batch: the first dimension of its ``input_ids`` or ``labels``; without these of the first tensor that has
+    two, else of the first that has one. ``ValueError`` when there is none.
+    """
+    shapes = _shapes(batch)
+    if not shapes:
         raise ValueError(f"the batch ({type(batch).__name__}) holds no tensor with a batch dimension")
-    return sizes[0]
+    return next((s for s in shapes if len(s) > 1), shapes[0])[0]
+
+
+def refuse_unclear_rows(batch: Any) -> None:
+    """Raises ``ValueError`` when tensors disagree on the sequences of a batch that is to be split, and none has a known name."""
+    sizes = {s[0] for s in _shapes(batch) if len(s) > 1}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"which of {sorted(sizes)} is the number of sequences of the batch? They are the first dimensions of its tensors, of "
+            "which those of the batch's size are split. Give a dict that names the token ids 'input_ids' or the targets 'labels'"
+        )
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    """Of the tensors that tell the batch's size: those with a known name, or all."""
+    if isinstance(batch, Mapping):
+        for name in ("input_ids", "labels"):
+            if isinstance(batch.get(name), Tensor) and batch[name].ndim:
+                return [batch[name].shape]
+    shapes: list[torch.Size] = []
+    apply_to_collection(batch, Tensor, lambda t: shapes.append(t.shape) if t.ndim else None)
+    return shapes
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:

@@ -24,6 +24,7 @@ from lightning_5d.pipeline.microbatch import (
     may_hold_no_target,
     microbatch_rows,
     num_rows,
+    refuse_unclear_rows,
     refuse_unseen_ignored_targets,
     split_batch,
     stop_gradient_where,
@@ -33,6 +34,10 @@ from lightning_5d.pipeline.stage import Stage
 from lightning_5d.plan import ParallelPlan
 
 Context = Callable[[], AbstractContextManager]
+
+
+def _loss_of(out: Any) -> Any:
+    return out["loss"] if isinstance(out, dict) and "loss" in out else out
 
 
 class StepRunner:
@@ -124,6 +129,8 @@ class StepRunner:
     ) -> Any:
         batch, rest = args[0], args[1:]
         step = getattr(self.module, name)
+        if self.splits_batches:
+            refuse_unclear_rows(batch)
         rows = num_rows(batch)
         mbs = self.layout.mbs or (1 if self.layout.pp > 1 else None)
         count = rows // microbatch_rows(rows, mbs)
@@ -162,14 +169,14 @@ class StepRunner:
             if checks_targets and weights is not None and self.stage.is_last:
                 with TargetsSeen() as seen:
                     out = self.stage(user_step, hidden)
-                seen.check(float(weights.counts[index]) if has_labels(batch) else None)
+                seen.check(float(weights.counts[index]) if has_labels(batch) else None, _loss_of(out))
             else:
                 out = self.stage(user_step, hidden)
             if not self.stage.is_last:
                 self._check_hidden(out, hidden_shape)
                 return out
             outs.append(out)
-            loss = out["loss"] if isinstance(out, dict) and "loss" in out else out
+            loss = _loss_of(out)
             if before_last_backward is None:
                 if isinstance(loss, Tensor) and loss.numel() == 1:
                     losses.append(loss.detach().reshape(()))

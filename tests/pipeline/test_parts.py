@@ -16,6 +16,7 @@ from lightning_5d.pipeline.microbatch import (
     may_hold_no_target,
     microbatch_rows,
     num_rows,
+    refuse_unclear_rows,
     refuse_unseen_ignored_targets,
     split_batch,
     stop_gradient_where,
@@ -49,6 +50,17 @@ def test_a_batch_is_split_by_its_rows_whatever_it_is_made_of() -> None:
     assert split_batch(batch, 1)[0] is batch and num_rows((torch.tensor(2), torch.ones(5, 1))) == 5
     with pytest.raises(ValueError, match="no tensor with a batch dimension"):
         num_rows({"x": torch.tensor(1.0)})
+
+
+def test_the_size_of_a_batch_is_that_of_its_tokens() -> None:
+    positions, ids, mask = torch.arange(32), torch.zeros(4, 32), torch.ones(32, 32)
+    assert num_rows({"positions": positions, "ids": ids}) == num_rows((positions, ids)) == 4
+    assert num_rows({"mask": mask, "input_ids": ids}) == num_rows({"mask": mask, "labels": ids[:, 0]}) == 4
+    assert split_batch({"mask": mask, "input_ids": ids}, 4)[0]["mask"].shape == (32, 32)
+    for clear in ({"mask": mask, "input_ids": ids}, {"positions": positions, "ids": ids}, [ids, ids.view(4, 8, 4)]):
+        refuse_unclear_rows(clear)
+    with pytest.raises(ValueError, match=r"which of \[4, 32\].*'input_ids'"):
+        refuse_unclear_rows({"mask": mask, "ids": ids})
 
 
 def test_rows_of_a_micro_batch() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.parity.harness import Data, assert_parity, fit, reference, trainer_of
-from tests.parity.models import HandWritten
+from tests.parity.models import VOCAB, HandWritten
 from tests.ranks import RankFailed, run_ranks
 
 
@@ -27,6 +27,31 @@ class CountsItsShift(ShiftsItself):
 class IgnoresPadding(HandWritten):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].clamp(min=0).flatten(), ignore_index=0)
+
+
+class Sums(HandWritten):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum") / 100
+
+
+class SumsAndDivides(HandWritten):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch["labels"].flatten()
+        total = F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), labels, None, None, -100, None, "sum")
+        return total / (labels != -100).sum().clamp(min=1)
+
+
+WEIGHTS = torch.linspace(0.5, 1.5, VOCAB)
+
+
+class ClassWeights(HandWritten):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), WEIGHTS)
+
+
+class CountsClassWeights(ClassWeights):
+    def num_targets(self, batch: dict[str, Tensor]) -> Tensor:
+        return WEIGHTS[batch["labels"][batch["labels"] != -100]].sum()
 
 
 class Penalty(HandWritten):
@@ -55,8 +80,22 @@ def test_other_targets_than_were_counted_are_an_error_at_the_first_step(layout: 
         run_ranks(1 if layout.startswith("zero0") else 2, fit, layout, 2, make)
 
 
-def test_a_step_that_counts_its_targets_itself() -> None:
-    runs = [*run_ranks(2, fit, "dp2_zero1_mbs2", 2, CountsItsShift), reference(CountsItsShift)]
+@pytest.mark.parametrize(
+    ("layout", "make", "said"), [("pp2", Sums, "summed over .* reduction='mean'"), ("dp2_zero1", ClassWeights, "class weights")]
+)
+def test_a_loss_that_is_no_mean_is_an_error_at_the_first_step(layout: str, make: Any, said: str) -> None:
+    with pytest.raises(RankFailed, match=said):
+        run_ranks(2, fit, layout, 2, make)
+
+
+def test_a_sum_that_the_step_divides_is_a_mean() -> None:
+    runs = [*run_ranks(2, fit, "dp2_zero1_mbs2", 2, SumsAndDivides), reference(SumsAndDivides)]
+    assert_parity(runs[:-1], runs[-1])
+
+
+@pytest.mark.parametrize("make", [CountsItsShift, CountsClassWeights])
+def test_a_step_that_counts_its_targets_itself(make: Any) -> None:
+    runs = [*run_ranks(2, fit, "dp2_zero1_mbs2", 2, make), reference(make)]
     for run in runs:
         run["metrics"].pop("val_metric")  # the module weights it by labels that its loss leaves out
     assert_parity(runs[:2], runs[2])

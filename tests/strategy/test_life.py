@@ -55,7 +55,9 @@ HandWritten.predict_step = lambda self, batch, batch_idx: self(batch["input_ids"
 HandWritten.test_step = lambda self, batch, batch_idx: self.log("test_loss", self.loss(batch))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("layout", ["dp2_zero1", "pp2", *(pytest.param(x, marks=slow) for x in ("tp2", "dp2_zero2", "dp2_zero3", "dp2"))])
+@pytest.mark.parametrize(
+    "layout", ["dp2_zero1", "pp2", *(pytest.param(x, marks=slow) for x in ("tp2", "dp2_zero2", "dp2_zero3", "dp2"))]
+)
 def test_one_trainer_validates_fits_twice_and_tests(layout: str) -> None:
     (expected,) = run_ranks(1, _fit_twice, None, 1)
     ranks = run_ranks(2, _fit_twice, layout, 2)
