@@ -196,8 +196,9 @@ class LayoutStrategy(CheckpointedStrategy):
         except ValueError as error:
             if self.layout.pp > 1 and "empty parameter list" in str(error):
                 raise ValueError(
-                    f"layout '{self.layout}': pipeline stage {self.mesh.pp_rank} has no parameter for the optimizer, for all of "
-                    "its layers are frozen: give the optimizer frozen parameters too, or share the layers out with split="
+                    f"layout '{self.layout}': pipeline stage {self.mesh.pp_rank} has none of the parameters that an optimizer of "
+                    f"configure_optimizers is given. One optimizer takes parameters of every stage; those that are frozen may be "
+                    "given, too, or the layers shared out with split="
                 ) from error
             raise
 

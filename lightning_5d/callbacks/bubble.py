@@ -5,11 +5,12 @@ from __future__ import annotations
 from lightning_5d.layout import Layout
 
 
-def bubble_share(layout: Layout, num_microbatches: int) -> float:
+def bubble_share(layout: Layout, num_microbatches: float) -> float:
     """Idle time as a share of the ideal time, from the first forward to the last backward of a step: (T - T_ideal) / T_ideal.
 
     Every stage takes the same time, sending takes none, and forward, gradient of inputs and gradient of weights take
-    as long as each other (F = B/2 = W with B the whole backward). With p pipeline ranks, v stages on each, m micro-batches:
+    as long as each other (F = B/2 = W with B the whole backward). With p pipeline ranks, v stages on each, m micro-batches
+    (of several batches their mean, since each idles as long):
 
     - gpipe, 1f1b: ``(p-1)/m``; interleaved: ``(p-1)/(v m)``
     - zb: ``(p-1)(F+B-2W) / (v m (F+B))`` (ZB-H1; Qi et al. 2023)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_5d.advisor.flops import utilization
@@ -18,6 +18,8 @@ class Window:
     num_tokens: float = 0
     flops: float = 0
     recomputed_flops: float = 0
+    microbatches: list[int] = field(default_factory=list)
+    """Of each batch."""
 
 
 class RankFigures(NamedTuple):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_5d.advisor.flops import Shape, flops_per_token, recomputed_flops_per_token
+from lightning_5d.callbacks.bubble import bubble_share
 from lightning_5d.callbacks.data_wait import DataWait
 from lightning_5d.callbacks.figures import RankFigures, Totals, Window, job_figures
 from lightning_5d.callbacks.peak import peak_memory_gib
@@ -40,6 +42,7 @@ class Meter:
         self.totals = Totals()
         self.dp_size = data_parallel_size(trainer)
         self._shape, self._formula, self._recompute, self._peak_tflops = shape, formula, recompute, peak_tflops
+        self._strategy = trainer.strategy
         self._device = device = trainer.strategy.root_device
         self.stopwatch = Stopwatch(clock, lambda: synchronize(device))
         self._undo_pausing = pause_while_saving(trainer, self.stopwatch)
@@ -54,6 +57,7 @@ class Meter:
     def count(self, ids: Tensor | None) -> None:
         """Counts a batch of tokens ``[..., sequence]``; with None the window's tokens cannot be told."""
         assert self.window is not None
+        self.window.microbatches.append(getattr(self._strategy, "num_microbatches", None) or 1)
         if ids is None:
             self.window.num_tokens = self.window.flops = self.window.recomputed_flops = math.nan
             return
@@ -87,7 +91,10 @@ class Meter:
         )
         ranks = [RankFigures(*row) for row in gather(list(mine), self._device)]
         self.totals.add(ranks, window.num_steps)
-        return job_figures(ranks, window.num_steps, self.dp_size)
+        figures, layout = job_figures(ranks, window.num_steps, self.dp_size), getattr(self._strategy, "layout", None)
+        if layout is not None and layout.pp > 1:
+            figures["perf/bubble"] = bubble_share(layout, statistics.mean(window.microbatches))
+        return figures
 
     def end(self) -> None:
         """Gives the trainer back what was wrapped."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from lightning_5d.advisor.flops import check_formula, num_recomputed_layers
 from lightning_5d.advisor.hardware import Gpu, canonical_dtype
-from lightning_5d.callbacks.bubble import bubble_share
 from lightning_5d.callbacks.comparison import comparison_table
 from lightning_5d.callbacks.console import console_line, loss_of
 from lightning_5d.callbacks.meter import Meter
@@ -225,9 +224,6 @@ class MFUMonitor(Callback):
         meter = self._metered
         metrics = meter.close()
         self._reported_step, self._has_reported = self._global_step, True
-        layout, num_microbatches = getattr(trainer.strategy, "layout", None), getattr(trainer.strategy, "num_microbatches", None)
-        if layout is not None and layout.pp > 1 and num_microbatches:
-            metrics["perf/bubble"] = bubble_share(layout, num_microbatches)
         if self.predict and not self._has_compared and meter.totals.num_steps >= COMPARED_AFTER_STEPS:
             self._compare(trainer, pl_module)
         predicted = self._prediction.keys() if self._prediction is not None else {}

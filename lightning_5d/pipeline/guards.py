@@ -59,9 +59,9 @@ class TargetsSeen(TorchFunctionMode):
             if not math.isclose(float(loss), mean, rel_tol=0.02, abs_tol=1e-6):  # bf16 rounds by 0.4%
                 raise ValueError(
                     f"a cross entropy was summed over {sum(self.valid)} targets, and the step's loss ({float(loss):.4g}) is not "
-                    f"its mean ({mean:.4g}): the parts of a split batch are weighted as means. Average, with reduction='mean', or "
-                    "where the loss is a mean nonetheless, with other terms in it, define `num_targets(self, batch) -> int | "
-                    "Tensor` in the LightningModule"
+                    f"its mean ({mean:.4g}): the parts of a split batch are weighted as means. Say reduction='mean'; or where "
+                    "the loss is a mean and has other terms, define `num_targets(self, batch) -> int | Tensor` in the "
+                    "LightningModule"
                 )
         agrees = self.all_valid if counted is None else counted in (*self.valid, sum(self.valid))
         if not agrees:
@@ -71,6 +71,20 @@ class TargetsSeen(TorchFunctionMode):
                 "the parts of a split batch: another loss, silently. Define `num_targets(self, batch) -> int | Tensor` "
                 "in the LightningModule, with the step's own shift and ignore_index"
             )
+
+
+@contextlib.contextmanager
+def sharded_weights_explained() -> Iterator[None]:
+    """Inside, torch's error for a tensor-parallel weight that meets a plain tensor says what to do about it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ValueError(
+            "under tensor parallelism the step uses a sharded weight outside of the module that holds it, such as "
+            "F.linear(x, self.embedding.weight): call the module (a tied head is an nn.Linear that shares the embedding's weight)"
+        ) from error
 
 
 @contextlib.contextmanager

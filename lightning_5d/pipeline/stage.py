@@ -122,8 +122,8 @@ class BehindLayers(_StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
-            f"{self.stands_for} was taken for a part behind the layers, but runs before them: "
-            "name it in ParallelPlan(first_only=...)"
+            f"{self.stands_for} was taken for a part behind the layers, but runs before them: name it in "
+            "ParallelPlan(first_only=...). Or it is of another model, such as a teacher: a pipeline cuts one, use tp or dp"
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_5d.layout import Layout, LayoutError, check_model
 from lightning_5d.mesh import Mesh
 from lightning_5d.pipeline.delayed import DelayedFlag
-from lightning_5d.pipeline.guards import TargetsSeen, whole_parameters_refused
+from lightning_5d.pipeline.guards import TargetsSeen, sharded_weights_explained, whole_parameters_refused
 from lightning_5d.pipeline.logs import LogExchange, LogItem, LogRecorder
 from lightning_5d.pipeline.microbatch import (
     LossWeights,
@@ -161,7 +161,7 @@ class StepRunner:
 
         def run(index: int, hidden: Tensor | None) -> Any:
             def user_step() -> Any:
-                with context():
+                with context(), sharded_weights_explained():
                     return step(batches[index], *rest)
 
             self.recorder.microbatch = index

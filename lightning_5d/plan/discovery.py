@@ -7,6 +7,7 @@ the wrong way would train, silently, another model.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 from torch import nn
@@ -37,14 +38,20 @@ def discover_plan(module: nn.Module) -> ParallelPlan | None:
     order = [id(m) for m in module.modules()]
     layers_position = order.index(id(layers))
 
-    # The one that a projection leads back to: there may be more learned positions than tokens. Else the largest.
+    # The one that a projection leads back to: there may be more learned positions than tokens. Else the largest. A second model,
+    # such as a teacher, may have its own: the nearest to the layers.
     projections = {(m.out_features, m.in_features) for _, m in outside if isinstance(m, nn.Linear)}
     embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
-    embedding = max(embeddings, key=lambda e: (tuple(e[1].weight.shape) in projections, e[1].num_embeddings), default=None)
+
+    def rank(named: tuple[str, nn.Embedding]) -> tuple[bool, int, int]:
+        leads_back = tuple(named[1].weight.shape) in projections
+        return leads_back, -_distance(layers_name, named[0]) if leads_back else 0, named[1].num_embeddings
+
+    embedding = max(embeddings, key=rank, default=None)
     head = None
     if embedding is not None:
         heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and m.out_features == embedding[1].num_embeddings]
-        head = heads[-1] if heads else None
+        head = min(reversed(heads), key=lambda named: _distance(layers_name, named[0]), default=None)
     first: list[str] = []
     last: list[str] = []
     for name, part in outside:
@@ -75,15 +82,23 @@ def discover_plan(module: nn.Module) -> ParallelPlan | None:
     )
 
 
+def _distance(name: str, other: str) -> int:
+    """Modules to leave and to enter between those that hold two parts."""
+    path, other_path = name.split(".")[:-1], other.split(".")[:-1]
+    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, other_path, strict=False))))
+    return len(path) + len(other_path) - 2 * shared
+
+
 def _find_layers(module: nn.Module) -> str | None:
-    best, best_size = None, 0
+    best, best_size = None, (False, 0)
     for name, candidate in module.named_modules():
         if not isinstance(candidate, (nn.ModuleList, nn.Sequential)):
             continue
         children = list(candidate.children())
         if not children or len({type(c) for c in children}) != 1 or isinstance(children[0], (nn.Linear, nn.Embedding)):
             continue
-        size = sum(p.numel() for p in candidate.parameters())
+        parameters = list(candidate.parameters())
+        size = any(p.requires_grad for p in parameters), sum(p.numel() for p in parameters)  # a teacher is frozen
         if size > best_size:
             best, best_size = name, size
     return best

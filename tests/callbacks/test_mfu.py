@@ -173,6 +173,21 @@ def test_the_bubble_is_logged_under_pipeline_parallelism_only():
     assert "perf/bubble" not in tensor["metrics"]
 
 
+class EverySecondBatchIsShort(Timed):
+    def training_step(self, batch, batch_idx):
+        self.trainer.strategy.num_microbatches = 2 if batch_idx % 2 else 6
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_bubble_is_the_mean_of_its_batches():
+    def fit_one():
+        meter_file.gather = lambda values, device: [values] * 4
+        trainer = {"strategy": FakeLayoutStrategy("pp4", 4, 6, SHAPE), "accelerator": "auto", "log_every_n_steps": 2}
+        return fit(make_module=EverySecondBatchIsShort, trainer=trainer, monitor={"warmup_steps": 0})["metrics"]["perf/bubble"]
+
+    assert run_ranks(1, fit_one) == [pytest.approx(2 * 3 / (2 + 6))]  # idle as long in each, over the work of both
+
+
 def test_hfu_counts_what_the_layout_recomputes():
     recomputed_layers = {"tp2": 0, "tp2_ac": 2, "tp2_ac2": 1, "tp2_acsel": 0}
     layer = (

@@ -54,6 +54,20 @@ class CountsClassWeights(ClassWeights):
         return WEIGHTS[batch["labels"][batch["labels"] != -100]].sum()
 
 
+class WithTeacher(HandWritten):
+    """A frozen second model with parts of the same shapes, before or behind the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = HandWritten(layers=5)
+        self.teacher.requires_grad_(False)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        hint = self.teacher(batch["input_ids"]).argmax(-1).flatten()
+        targets = torch.where(batch["labels"].flatten() == -100, -100, hint)
+        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), targets)
+
+
 class Penalty(HandWritten):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + 1e-3 * sum(p.square().sum() for p in self.parameters())
@@ -99,6 +113,11 @@ def test_a_step_that_counts_its_targets_itself(make: Any) -> None:
     for run in runs:
         run["metrics"].pop("val_metric")  # the module weights it by labels that its loss leaves out
     assert_parity(runs[:2], runs[2])
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2_zero2", marks=pytest.mark.slow)])
+def test_a_second_model_is_left_whole(layout: str) -> None:
+    assert_parity(run_ranks(2, fit, layout, 2, WithTeacher), reference(WithTeacher))
 
 
 def test_a_penalty_over_all_parameters_is_refused_on_a_stage() -> None:

@@ -111,6 +111,14 @@ class ValidatesUnevenly(HandWritten):
         return ReplicasOfTwoSizes.train_dataloader(self)  # type: ignore[arg-type]
 
 
+class TiedByHand(HandWritten):
+    def forward(self, ids: Any) -> Any:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.final(x), self.tokens.weight)
+
+
 class LateMetric(HandWritten):
     def configure_model(self) -> None:
         self.late = SumMetric()
@@ -173,6 +181,7 @@ def zero_loss_weighting() -> LayoutStrategy:
         (1, "zero0", LateMetric, ["'late'", "in __init__"]),
         (2, "tp2", NoLayers, ["no list of layers"]),
         (2, "pp2", Positions, ["which stage holds model.positions"]),
+        (2, "tp2", TiedByHand, ["a sharded weight outside of the module that holds it", "nn.Linear"]),
         (2, "pp2", ValidatesWithoutModel, ["never called the model's embedding 'tokens'", "calls the model, once"]),
     ],
 )
