@@ -239,7 +239,8 @@ class LogExchange:
             raise ValueError(
                 self._trouble
                 or f"self.log was called with different names on different ranks (here: {[i.name for i in items]}). "
-                "Log the same names on every data-parallel rank and in every micro-batch, whatever its part of the batch"
+                "Log the same names on every data-parallel rank and in every micro-batch, whatever its part of the batch; "
+                "and give every replica as many batches, else one is in validation while another trains"
             )
 
     def log(self, items: list[LogItem], values: list[Tensor], sizes: list[Tensor | None], rows: Tensor) -> None:
