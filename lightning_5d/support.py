@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-
 from lightning_5d.layout import Layout, LayoutError, suggest
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b")
@@ -36,6 +33,10 @@ def refuse_layout(layout: Layout) -> None:
 
 def refuse_module(module: Any, layout: Layout, fitting: bool) -> None:
     """Raises ``ValueError`` for what a LightningModule does that cannot be right when its step is split."""
+    # Here, since the advisor asks about layouts without Lightning, which takes seconds to import.
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
     if not fitting:
         return
     if not module.automatic_optimization:

@@ -86,7 +86,7 @@ _MODEL = (
     "shared_ffn", "moe_share",
 )  # fmt: skip
 _LAYOUT = (
-    "dp", "rep", "zero", "tp", "sp", "cp", "cp_ring", "cp_allgather", "cp_ulysses", "pp", "chunks", "b", "m", "ep",
+    "dp", "rep", "zero", "tp", "sp", "cp", "cp_ring", "cp_allgather", "cp_ulysses", "pp", "chunks", "gpipe", "b", "m", "ep",
     "recomputed", "selective",
     "s", "gpus", "flash", "flash1", "fused_scores", "plain_scores", "unfused",
     "layers_first", "layers_middle", "layers_last", "layers_slow", "embedding_first", "head_first", "embedding_last", "head_last",
@@ -127,7 +127,7 @@ def _layout_columns(case: Case, framework: Framework) -> tuple[float, ...]:
     recomputed = 0.0 if ac in (0, "sel") else (model.num_layers // int(ac)) / model.num_layers
     return (
         x.dp, x.rep, x.zero, x.tp, bool(x.sp), x.cp,
-        x.cp_method == "ring", x.cp_method == "allgather", x.cp_method == "ulysses", x.pp, x.v,
+        x.cp_method == "ring", x.cp_method == "allgather", x.cp_method == "ulysses", x.pp, x.v, x.schedule == "gpipe",
         case.micro_batch, m, x.ep, recomputed, ac == "sel", case.seq_len, x.world_size,
         case.attention in ("flash1", "flash2"), case.attention == "flash1", case.attention == "fused",
         case.attention == "torch", not case.fused_norm,

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_5d.advisor.advice import Advice, advise
+from lightning_5d.advisor.advice import LOOKED_AT, Advice, advise
 from lightning_5d.advisor.cases import ATTENTION_KERNELS
 from lightning_5d.advisor.explanation import Explanation, explain
 from lightning_5d.advisor.parameters import load_frameworks
+from lightning_5d.advisor.predict import Estimate
+from lightning_5d.layout import Layout
+from lightning_5d.support import layout_problem
 
 NOTHING_FITS, BAD_QUESTION = 1, 2
 """Exit codes."""
@@ -53,8 +56,9 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--fused-norm", action=argparse.BooleanOptionalAction, default=None, help="fused RMSNorm (default: the framework's)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--csv", action="store_true", help="print CSV")
+    printed = parser.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print JSON")
+    printed.add_argument("--csv", action="store_true", help="print CSV")
     return parser
 
 
@@ -75,20 +79,7 @@ def _tokens(given: Sequence[str]) -> tuple[str, ...]:
 def _advise(args: argparse.Namespace) -> int:
     from lightning_5d.advisor.report import advice_json, advice_table, estimates_csv
 
-    advice = advise(
-        args.model,
-        gpu=args.gpu,
-        num_gpus=args.gpus,
-        seq_len=args.seq_len,
-        global_batch=args.global_batch,
-        framework=args.framework,
-        top=args.top,
-        require=_tokens(args.require),
-        forbid=_tokens(args.no),
-        attention=args.attention,
-        fused_norm=args.fused_norm,
-        all_layouts=args.all_layouts,
-    )
+    advice = _asked(args, args.top, args.all_layouts)
     written = _write_files(args, advice)
     if args.json:
         print(advice_json(advice))
@@ -103,6 +94,40 @@ def _advise(args: argparse.Namespace) -> int:
     return 0 if advice.best else NOTHING_FITS
 
 
+def _asked(args: argparse.Namespace, top: int, all_layouts: bool) -> Advice:
+    return advise(
+        args.model,
+        gpu=args.gpu,
+        num_gpus=args.gpus,
+        seq_len=args.seq_len,
+        global_batch=args.global_batch,
+        framework=args.framework,
+        top=top,
+        require=_tokens(args.require),
+        forbid=_tokens(args.no),
+        attention=args.attention,
+        fused_norm=args.fused_norm,
+        all_layouts=all_layouts,
+    )
+
+
+def _first_that_trains(args: argparse.Namespace, advice: Advice) -> Estimate:
+    """The best layout that this version trains, said on stderr when it is not the first of the table."""
+    first = advice.best[0]
+    problem = layout_problem(Layout.parse(first.layout))
+    if problem is None:
+        return first
+    try:
+        known = _asked(args, LOOKED_AT, all_layouts=False).best
+    except ValueError:  # a required token does not train
+        known = ()
+    best = next((e for e in known if layout_problem(Layout.parse(e.layout)) is None), None)
+    if best is None:
+        raise ValueError(f"no recipe is written: {first.layout} cannot be trained yet ({problem}), and nor can any that fits")
+    print(f"the recipe is for {best.layout}: {first.layout} cannot be trained yet ({problem})", file=sys.stderr)
+    return best
+
+
 def _write_files(args: argparse.Namespace, advice: Advice) -> list[Path]:
     from lightning_5d.advisor.html import page
     from lightning_5d.advisor.recipe import recipe
@@ -111,7 +136,7 @@ def _write_files(args: argparse.Namespace, advice: Advice) -> list[Path]:
     if args.recipe is not None:
         if not advice.best:
             raise ValueError(f"no recipe is written, since {advice.why}")
-        args.recipe.write_text(recipe(advice.model, advice.best[0], advice.gpu), encoding="utf-8")
+        args.recipe.write_text(recipe(advice.model, _first_that_trains(args, advice), advice.gpu), encoding="utf-8")
         written.append(args.recipe)
     if args.html is not None:
         args.html.write_text(page(advice, _pictured(args, advice)), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +12,12 @@ from lightning_5d.advisor.hardware import Gpu
 from lightning_5d.advisor.memory import GIB, memory_parts
 from lightning_5d.advisor.parameters import Framework, find_framework
 from lightning_5d.advisor.predict import Estimate, estimate_cases, layers_by_rank, live_by_rank, make_case, pipeline_timeline
+from lightning_5d.advisor.search import SPACES, Space, search, smallest_layout
 from lightning_5d.advisor.simulate import Timeline
 from lightning_5d.advisor.step import step_time
-from lightning_5d.layout import Layout, suggest
+from lightning_5d.layout import Layout
+from lightning_5d.layout_tokens import read_token
+from lightning_5d.support import layout_problem
 
 PICTURED = 16
 """Most micro-batches a pipeline's picture shows."""
@@ -105,30 +109,30 @@ def _why_not(case: Case, e: Estimate) -> str:
 
 
 def _nearest(case: Case, framework: Framework) -> list[Estimate]:
-    """The nearest layouts, by changes to the string, that fit."""
-    found: dict[str, Estimate] = {}
+    """Layouts of the search that fit: fewest changed tokens first, of equally many the fastest."""
+    here = dict(_tokens(case.layout, case.micro_batch))
+    own = [
+        token
+        for token in str(case.layout).split("_")
+        if framework.name != "lightning_5d" or layout_problem(smallest_layout(token)) is None
+    ]
+    space = SPACES.get(framework.name, Space()).with_required(own)
+    found = search(
+        case.model, case.gpu, case.layout.world_size, case.seq_len, case.global_batch, framework, case.attention,
+        case.fused_norm, space=space,
+    )  # fmt: skip
 
-    def fits(other: Layout) -> bool:
-        try:
-            alternative = make_case(
-                case.model,
-                other,
-                case.gpu,
-                case.layout.world_size,
-                case.seq_len,
-                case.global_batch,
-                framework,
-                case.attention,
-                case.fused_norm,
-            )
-        except ValueError:
-            return False
-        e = estimate_cases([alternative], framework)[0]
-        if e.fits:
-            found[e.layout] = e
-        return e.fits
+    def changes(i: int) -> int:
+        other = dict(_tokens(found.cases[i].layout, found.cases[i].micro_batch))
+        return sum(here.get(name) != other.get(name) for name in here.keys() | other.keys())
 
-    # Without dp the nearest may use another number of model-parallel ranks.
-    names = suggest(replace(case.layout, dp=None), fits, limit=3, world_size=case.layout.world_size)
-    resolved = [str(Layout.parse(name).resolve(case.layout.world_size)) for name in names]
-    return [found[name] for name in resolved if name in found]
+    nearest = sorted(map(int, found.order), key=changes)[:3]
+    return estimate_cases([found.cases[i] for i in nearest], framework) if nearest else []
+
+
+def _tokens(layout: Layout, micro_batch: int) -> Iterator[tuple[str, object]]:
+    """Field and value of each token but dp, which follows from the others."""
+    for token in str(replace(layout, mbs=micro_batch)).split("_"):
+        read = read_token(token)
+        if read is not None and read[0] != "dp":
+            yield read

@@ -14,6 +14,8 @@ from lightning_5d.advisor.parameters import Framework
 GIB = float(2**30)
 OPTIMIZER_BYTES = 12.0
 """fp32 master weight and Adam's two moments, a parameter."""
+KEPT_LOGIT_BYTES = 4.0
+"""Of `logit_bytes`, what cross entropy keeps until its backward pass: the logarithm of the softmax, in fp32."""
 RANKS = ("first", "middle", "last")
 """Pipeline ranks that can be the worst: the first, the one after it, the last."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -33,11 +35,14 @@ def layer_activation_bytes(c: Cases, q: Framework) -> Array:
 
 
 def selective_activation_bytes(c: Cases, q: Framework) -> Array:
-    """The same when norms, activations and attention scores are computed again: inputs of the matrix products that must stay."""
+    """The same when norms, activations and attention scores are computed again: input and outputs of the matrix products.
+
+    The two products that end in a sum over tp are kept before that sum, and so whole under sequence parallelism too.
+    """
     h, t = c.h, c.tp
     used = np.maximum(c.experts_per_token, 1.0)
     width = (1 - c.moe_share) * c.ffn + c.moe_share * (c.shared_ffn + used * c.expert_ffn)
-    return c.tokens * (6 * h / c.sp_tp + (4 * c.attention_width + 4 * c.kv_width + 4 * width) / t)
+    return c.tokens * (2 * h / c.sp_tp + 4 * h + (4 * c.attention_width + 4 * c.kv_width + 4 * width) / t)
 
 
 def memory_parts(c: Cases, q: Framework) -> dict[str, dict[str, Array]]:
@@ -47,7 +52,7 @@ def memory_parts(c: Cases, q: Framework) -> dict[str, dict[str, Array]]:
     kept = c.recomputed * kept_input + (1 - c.recomputed) * np.where(c.selective > 0, selective_activation_bytes(c, q), full)
     transient = (1 - c.flash) * q["score_transient_bytes"] * c.tokens * c.a * c.s / c.tp
     working = np.where((c.recomputed > 0) | (c.selective > 0), full, 0.0) + transient
-    vocab_tp = 1.0 if q.logits == "gathered" else c.tp
+    tokens_vocab = c.tokens * c.vocab / (1.0 if q.logits == "gathered" else c.tp)
     out: dict[str, dict[str, Array]] = {}
     extra = np.where(c.pp > 1, q["extra_in_flight"], 0.0)
     received = np.where(c.pp > 1, c.m * c.chunks * kept_input, 0.0) if q.receives_ahead else 0.0
@@ -59,13 +64,27 @@ def memory_parts(c: Cases, q: Framework) -> dict[str, dict[str, Array]]:
         dense = layers * c.layer_parameters + embeddings * c.embedding_parameters
         experts = layers * c.layer_experts
         part = _state(c, q, dense, experts, embeddings * c.embedding_parameters)
-        logits = head * q["logit_bytes"] * c.tokens * c.vocab / vocab_tp
+        logits = head * q["logit_bytes"] * tokens_vocab
+        one = layers * kept + head * KEPT_LOGIT_BYTES * tokens_vocab
+        live, part["gradients"] = _worst_of_gpipe(c, live, one, part["gradients"])
         part["activations"] = layers * (live + extra * (layers > 0)) * kept
-        # One layer's working set and the logits are never alive together.
-        part["logits"] = np.maximum(logits, working) - working
+        # One layer's working set and the logits at work are never alive together. GPipe keeps those of the others as well.
+        waiting = np.where(c.gpipe > 0, np.maximum(live - 1, 0.0), 0.0)
+        part["logits"] = np.maximum(logits, working) - working + waiting * head * KEPT_LOGIT_BYTES * tokens_vocab
         part["buffers"] = part["buffers"] + working + neighbours * received + q["overhead_gib"] * GIB
         out[rank] = {k: np.broadcast_to(np.asarray(v, dtype=float), c.tp.shape) for k, v in part.items()}
     return out
+
+
+def _worst_of_gpipe(c: Cases, live: Array, one: Array, gradients: Array) -> tuple[Array, Array]:
+    """Live micro-batches and gradients when a rank's memory peaks.
+
+    GPipe's first backward pass makes the gradients and frees its micro-batch, `one` in bytes. So the peak is before it, without
+    gradients, or before the second, with one micro-batch less.
+    """
+    several = (c.gpipe > 0) & (c.m > 1)
+    before_first = several & (gradients < one)
+    return np.where(several & ~before_first, live - 1, live), np.where(before_first, 0.0, gradients)
 
 
 def _state(c: Cases, q: Framework, dense: Array, experts: Array, root: Array) -> dict[str, Array]:

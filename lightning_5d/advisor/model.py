@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 
 class ModelError(ValueError):
     """The model's description is missing something, or contradicts itself."""
+
+
+_BOUNDS = {
+    "num_layers": (1, 10_000),
+    "hidden_size": (1, 1_000_000),
+    "num_heads": (1, 100_000),
+    "num_kv_heads": (1, 100_000),
+    "intermediate_size": (1, 10_000_000),
+    "vocab_size": (1, 100_000_000),
+    "head_dim": (1, 1_000_000),
+    "num_experts": (0, 100_000),
+    "experts_per_token": (0, 100_000),
+    "expert_intermediate_size": (0, 10_000_000),
+    "shared_intermediate_size": (0, 10_000_000),
+    "num_dense_layers": (0, 10_000),
+}
+"""Smallest and largest value of each size of a `ModelSpec`: far above any model, and small enough to compute with."""
+
+
+def _whole(model: str, key: str, value: Any, field: str) -> int:
+    """`value` as a whole number within the bounds of `field`; `key` is what it is called where it comes from."""
+    low, high = _BOUNDS[field]
+    is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not is_whole or not low <= value <= high:
+        raise ModelError(f"{model}: {key} must be a whole number from {low} to {high:,}, not {reprlib.repr(value)}")
+    return int(value)
+
+
+def _flag(model: str, key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ModelError(f"{model}: {key} must be true or false, not {reprlib.repr(value)}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -39,9 +73,13 @@ class ModelSpec:
     """Leading layers that keep the dense MLP in a mixture-of-experts model."""
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size"):
-            if getattr(self, field) < 1:
-                raise ModelError(f"{self.name}: {field} must be at least 1, not {getattr(self, field)}")
+        if not isinstance(self.name, str):
+            raise ModelError(f"a model's name must be a string, not {reprlib.repr(self.name)}")
+        for field in _BOUNDS:
+            if field != "head_dim" or self.head_dim is not None:
+                object.__setattr__(self, field, _whole(self.name, field, getattr(self, field), field))
+        for field in ("tied", "gated_mlp"):
+            _flag(self.name, field, getattr(self, field))
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ModelError(f"{self.name}: hidden_size {self.hidden_size} is not a multiple of {self.num_heads} heads")
@@ -220,7 +258,12 @@ def _from_name_or_path(text: str) -> ModelSpec:
         raise ModelError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if not isinstance(loaded, Mapping):
         raise ModelError(f"{path} holds a {type(loaded).__name__}, not the names and values of a model's configuration")
-    return _from_mapping(_config_of_recipe(loaded), path.parent.name if path.name == "config.json" else path.stem)
+    name = path.parent.name if path.name == "config.json" else path.stem
+    config = _config_of_recipe(loaded)
+    try:
+        return _from_mapping(config, name)
+    except ModelError as error:
+        raise ModelError(f"{path}: {str(error).removeprefix(f'{name}: ')}") from None
 
 
 def _config_of_recipe(loaded: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -293,41 +336,40 @@ def _from_mapping(config: Mapping[str, Any], name: str) -> ModelSpec:
     if "text_config" in config and isinstance(config["text_config"], Mapping):
         config = config["text_config"]
 
-    def get(key: str) -> Any:
-        for k in (key, *_SYNONYMS.get(key, ())):
-            if config.get(k) is not None:
-                return config[k]
-        return None
+    def whole(key: str, field: str, default: int | None = None) -> int:
+        found = next((k for k in (key, *_SYNONYMS.get(key, ())) if config.get(k) is not None), None)
+        if found is not None:
+            return _whole(name, found, config[found], field)
+        if default is None:
+            raise ModelError(f"{name}: {key} is missing; the description needs {', '.join(_REQUIRED)}")
+        return default
 
-    def whole(key: str, default: int | None = None) -> int:
-        value = get(key)
-        if value is None:
-            if default is None:
-                raise ModelError(f"{name}: {key} is missing; the description needs {', '.join(_REQUIRED)}")
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-            raise ModelError(f"{name}: {key} must be a whole number, not {value!r}")
-        return int(value)
+    def flag(key: str, default: bool) -> bool:
+        return default if config.get(key) is None else _flag(name, key, config[key])
 
-    hidden, heads = whole("hidden_size"), whole("num_attention_heads")
+    hidden, heads = whole("hidden_size", "hidden_size"), whole("num_attention_heads", "num_heads")
     gelu = str(config.get("model_type")) in _GELU_TYPES
-    experts = next((whole(k) for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), 0)
-    expert_width = whole("moe_intermediate_size", 0) or (whole("intermediate_size") if experts else 0)
-    shared = whole("shared_expert_intermediate_size", 0) or whole("n_shared_experts", 0) * expert_width
+    width = whole("intermediate_size", "intermediate_size", 4 * hidden if gelu else None)
+    experts = next((n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := whole(k, "num_experts", 0))), 0)
+    expert_width = whole("moe_intermediate_size", "expert_intermediate_size", 0) or width
+    shared_width = whole("shared_expert_intermediate_size", "shared_intermediate_size", 0)
+    shared = shared_width or whole("n_shared_experts", "num_experts", 0) * expert_width
+    per_token = whole("num_experts_per_tok", "experts_per_token", 0)
+    dense_layers = whole("first_k_dense_replace", "num_dense_layers", 0)
     return ModelSpec(
         name=name,
-        num_layers=whole("num_hidden_layers"),
+        num_layers=whole("num_hidden_layers", "num_layers"),
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=whole("num_key_value_heads", heads),
-        intermediate_size=whole("intermediate_size", 4 * hidden if gelu else None),
-        vocab_size=whole("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", gelu)),
-        head_dim=whole("head_dim", 0) or None,
-        gated_mlp=bool(config.get("gated_mlp", not gelu)),
+        num_kv_heads=whole("num_key_value_heads", "num_kv_heads", heads),
+        intermediate_size=width,
+        vocab_size=whole("vocab_size", "vocab_size"),
+        tied=flag("tie_word_embeddings", gelu),
+        head_dim=None if config.get("head_dim") is None else whole("head_dim", "head_dim"),
+        gated_mlp=flag("gated_mlp", not gelu),
         num_experts=experts,
-        experts_per_token=whole("num_experts_per_tok", 0) if experts else 0,
+        experts_per_token=per_token if experts else 0,
         expert_intermediate_size=expert_width if experts else 0,
         shared_intermediate_size=shared if experts else 0,
-        num_dense_layers=whole("first_k_dense_replace", 0) if experts else 0,
+        num_dense_layers=dense_layers if experts else 0,
     )

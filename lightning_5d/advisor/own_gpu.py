@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from pathlib import Path
 
 import yaml
@@ -22,17 +23,19 @@ _MORE = {
     "measured_bf16_tflops": "best measured matrix product, TFLOP/s; default 80% of the peak",
     "usable_gib": "memory software can take, GiB",
 }
+_LOWEST, _HIGHEST = 1e-6, 1e9
+"""Of every figure: what lies beyond is no accelerator, and may not be a finite time."""
 
 
 def load_own_gpu(path: str | Path) -> Gpu:
     """The accelerator described in a YAML file.
 
     Raises:
-        ValueError: the file cannot be read, a figure is missing, unknown or not a positive number.
+        ValueError: the file cannot be read, a figure is missing, unknown, not a positive number or contradicts another.
     """
     try:
         loaded = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} does not describe a GPU; it needs {_explain(_NEEDED)}")
@@ -43,7 +46,7 @@ def load_own_gpu(path: str | Path) -> Gpu:
             s
             for s in (
                 f"missing: {_explain(_NEEDED, missing)}" if missing else "",
-                f"unknown: {', '.join(unknown)}" if unknown else "",
+                f"unknown: {', '.join(map(str, unknown))}" if unknown else "",
             )
             if s
         )
@@ -52,9 +55,16 @@ def load_own_gpu(path: str | Path) -> Gpu:
     for key, value in loaded.items():
         if key == "name":
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(f"{path}: {key} must be a positive number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _LOWEST <= value <= _HIGHEST:
+            raise ValueError(f"{path}: {key} must be a positive number ({_LOWEST:g} to {_HIGHEST:g}), not {reprlib.repr(value)}")
         figures[key] = float(value)
+    if loaded["name"] in (None, ""):
+        raise ValueError(f"{path}: name is empty; give {_NEEDED['name']}")
+    if not figures["scaleup_domain_gpus"].is_integer():
+        raise ValueError(f"{path}: scaleup_domain_gpus must be a whole number, not {loaded['scaleup_domain_gpus']!r}")
+    for part, whole in (("measured_bf16_tflops", "bf16_tflops"), ("usable_gib", "hbm_gib")):
+        if figures.get(part, 0) > figures[whole]:
+            raise ValueError(f"{path}: {part} {figures[part]:g} is above {whole} {figures[whole]:g}, the most it can be")
     return Gpu(
         name=str(loaded["name"]),
         short_names=(),
@@ -77,12 +87,15 @@ def _explain(names: dict[str, str], only: list[str] | None = None) -> str:
     return ", ".join(f"{k} ({v})" for k, v in names.items() if only is None or k in only)
 
 
-def require_gpu(name: str) -> Gpu:
+def require_gpu(name: str | Path) -> Gpu:
     """The GPU of that name, or of that YAML file.
 
     Raises:
         ValueError: unknown name; the message lists the nearest and all short names.
     """
+    if not isinstance(name, (str, Path)):
+        raise ValueError(f"gpu must be a name such as h100, the path of a YAML file or a Gpu, not {reprlib.repr(name)}")
+    name = str(name)
     if Path(name).suffix in (".yaml", ".yml"):
         return load_own_gpu(name)
     found = find_gpu(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from lightning_5d.advisor.memory import GIB, RANKS, limit_gib, memory_parts
 from lightning_5d.advisor.model import ModelSpec, describe_model
 from lightning_5d.advisor.own_gpu import require_gpu
 from lightning_5d.advisor.parameters import Framework, find_framework
-from lightning_5d.advisor.schedules import stages_of_rank
+from lightning_5d.advisor.schedules import V_SHAPED, stages_of_rank
+from lightning_5d.advisor.search import lacks
 from lightning_5d.advisor.simulate import Timeline, in_flight, simulate
 from lightning_5d.advisor.stages import cut_layers
 from lightning_5d.advisor.step import PARTS, StepTime, mfu, step_time
@@ -124,6 +126,8 @@ def make_case(
         kernel = "fused"  # the paper's name for it
     if kernel not in ATTENTION_KERNELS:
         raise ValueError(f"unknown attention {attention!r}; allowed: {', '.join(ATTENTION_KERNELS)}")
+    if not isinstance(layout, (str, Layout)):
+        raise ValueError(f"layout must be a layout string such as tp2_zero1 or a Layout, not {reprlib.repr(layout)}")
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     resolved = parsed.resolve(int(num_gpus))
     case = Case(
@@ -139,11 +143,17 @@ def make_case(
     return case
 
 
+LARGEST = {"num_gpus": 10_000_000, "seq_len": 1_000_000_000, "global_batch": 1_000_000_000}
+"""Sizes that are answered: far above any job, and few enough for the search, which tries all divisors."""
+
+
 def check_sizes(**sizes: Any) -> None:
-    """Raises a ValueError for a size that is no whole number of at least 1."""
+    """Raises a ValueError for a size that is no whole number of at least 1, or above those that are answered."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+            raise ValueError(f"{name} must be a whole number of at least 1, not {reprlib.repr(value)}")
+        if name in LARGEST and value > LARGEST[name]:
+            raise ValueError(f"{name} must be at most {LARGEST[name]:,}, not {reprlib.repr(value)}")
 
 
 def check_case(case: Case, framework: Framework) -> None:
@@ -167,15 +177,20 @@ def check_case(case: Case, framework: Framework) -> None:
         raise LayoutError(
             f"layout '{layout}': ac{layout.ac} recomputes every {layout.ac}th of {spec.num_layers} layers, which is none"
         )
-    if framework.name == "lightning_5d":
-        check_model(
-            layout,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            num_layers=spec.num_layers,
-            seq_len=case.seq_len,
-            batch_size_per_replica=per_replica,
-        )
+    lacking = lacks(framework, layout)
+    if lacking is not None:
+        raise LayoutError(f"layout '{layout}': {lacking}")
+    # nanotron puts embedding, last norm, head, cast and loss on stages of their own: 28 layers did run on 32 stages.
+    fewer_layers = framework.name == "nanotron" and layout.num_stages <= spec.num_layers + 5
+    check_model(
+        layout,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        num_layers=None if fewer_layers else spec.num_layers,
+        seq_len=case.seq_len,
+        # Fewer micro-batches than stages are refused by torch's schedules only: nanotron ran them.
+        batch_size_per_replica=per_replica if framework.name == "lightning_5d" else None,
+    )
 
 
 def estimate_cases(cases: Sequence[Case], framework: Framework, columns: Cases | None = None) -> list[Estimate]:
@@ -236,7 +251,9 @@ def idle_s(case: Case, framework: Framework, time: StepTime, i: int) -> float:
     """Idle time of the slowest pipeline rank by event simulation. What repeats in a long batch is not simulated again."""
     pp, many = case.layout.pp, case.num_microbatches
     m = many
-    if many > 6 * pp:
+    if many > 6 * pp and case.layout.schedule in V_SHAPED:
+        m = 4 * pp + many % pp  # any number runs
+    elif many > 6 * pp:
         rounds = many // pp
         m = 4 * pp if many % pp == 0 else many if many % rounds or rounds < 2 else 4 * (many // rounds)
         m = m if _runs(case, m) else many

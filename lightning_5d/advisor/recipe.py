@@ -7,10 +7,11 @@ from typing import Any
 import yaml
 
 from lightning_5d.advisor.hardware import Gpu
-from lightning_5d.advisor.model import ModelSpec, model_config
+from lightning_5d.advisor.model import PRESETS, ModelSpec, model_config
 from lightning_5d.advisor.predict import Estimate
 
-LLAMA_PRESETS = ("tiny", "llama-13b", "llama-30b", "llama-65b", "llama3-8b", "llama3-70b", "llama3-405b")
+_LLAMA_NAMES = ("tiny", "llama-13b", "llama-30b", "llama-65b", "llama3-8b", "llama3-70b", "llama3-405b")
+LLAMA_PRESETS = tuple(PRESETS[name] for name in _LLAMA_NAMES)
 """Presets that `lightning_5d.models.LlamaConfig` has too."""
 
 
@@ -44,7 +45,8 @@ def recipe(spec: ModelSpec, best: Estimate, gpu: Gpu) -> str:
         },
         "model": {
             "class_path": "lightning_5d.models.LlamaModule",
-            "init_args": {"config": spec.name if spec.name in LLAMA_PRESETS else model_config(spec)},
+            # A config.json may be called as a preset and have other sizes.
+            "init_args": {"config": spec.name if spec in LLAMA_PRESETS else model_config(spec)},
         },
         "data": {
             "class_path": "lightning_5d.data.TextDataModule",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +18,8 @@ from lightning_5d.advisor.schedules import schedule_problem
 from lightning_5d.advisor.step import step_time
 from lightning_5d.layout import Layout, LayoutError
 from lightning_5d.layout import model_problems as layout_problems
+from lightning_5d.layout_tokens import CP_METHODS, SCHEDULES, read_token
 
-MAX_MICRO_BATCH = 64
 MAX_PIPELINE = 64
 
 
@@ -26,35 +28,46 @@ class Constraints:
     """What a layout must have (`require`) and must not have (`forbid`): tokens such as `tp8`, `zero3`, `ac`, `cp`, `zbv`.
 
     A token without a number (`ac`, `cp`, `pp`) stands for any size above its default; `no ac` also forbids `acsel`.
+    Tokens joined by `_` are taken one by one.
     """
 
     require: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("require", "forbid"):
+            object.__setattr__(self, name, tuple(part for token in getattr(self, name) for part in token.lower().split("_")))
         for token in (*self.require, *self.forbid):
-            if token not in ("dp", "zero", "rep", "tp", "cp", "pp", "v", "mbs", "ep"):
-                try:
-                    Layout.parse(token if token not in _NEEDS else f"{token}_{_NEEDS[token]}")
-                except LayoutError as error:
-                    raise ValueError(f"constraint {token!r}: {error}") from None
+            try:
+                smallest_layout(token)
+            except LayoutError as error:
+                raise ValueError(f"constraint {token!r}: {error}") from None
 
     def allow(self, layout: Layout) -> bool:
         """Whether a resolved layout meets them."""
         return all(has_token(layout, t) for t in self.require) and not any(has_token(layout, t) for t in self.forbid)
 
 
-_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
-_NEEDS = {"sp": "tp2", "ring": "cp2", "ulysses": "cp2", "allgather": "cp2"} | dict.fromkeys(_SCHEDULES, "pp2")
+_NEEDS = (
+    {"sp": "tp2", "nosp": "tp2", "rep": "zero1", "v": "pp2"} | dict.fromkeys(CP_METHODS, "cp2") | dict.fromkeys(SCHEDULES, "pp2")
+)
+_SIZES = ("dp", "zero", "rep", "tp", "cp", "pp", "v", "mbs", "ep")
+
+
+def smallest_layout(token: str) -> Layout:
+    """A layout with this token of a constraint and little else. Raises LayoutError when there is none."""
+    whole = f"{token}{1 if token == 'zero' else 2}" if token in _SIZES else token
+    needed = _NEEDS.get(token if token in _NEEDS else token.rstrip("0123456789"))
+    return Layout.parse(f"{whole}_{needed}" if needed else whole)
 
 
 def has_token(layout: Layout, token: str) -> bool:
     """Whether a layout has what a token says; a name without number means more than its default."""
     if token in ("sp", "nosp"):
-        return bool(layout.sp) == (token == "sp")
-    if token in ("ring", "ulysses", "allgather"):
+        return layout.tp > 1 and bool(layout.sp) == (token == "sp")
+    if token in CP_METHODS:
         return layout.cp > 1 and layout.cp_method == token
-    if token in _SCHEDULES:
+    if token in SCHEDULES:
         return layout.pp > 1 and layout.schedule == token
     if token == "ac":
         return layout.ac != 0
@@ -65,6 +78,18 @@ def has_token(layout: Layout, token: str) -> bool:
     if token == name:
         return bool(value > (0 if name == "zero" else 1))
     return bool(value == int(token[len(name) :]))
+
+
+_LISTED = {
+    "sp": "sequence_parallel",
+    "schedule": "schedules",
+    "ac": "recompute",
+    "cp_method": "cp_methods",
+    "mbs": "micro_batches",
+    "rep": "replica_groups",
+    "tp": "wide_tp",
+}
+"""Field of a layout: field of a :class:`Space` that lists what is searched."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +105,37 @@ class Space:
         ("zbv", 2),
         ("dualpipev", 2),
     )
-    """With their virtual stages. GPipe is left out: as slow as 1F1B, and it holds more."""
+    """With their virtual stages. GPipe is searched when it is required: it is as slow as 1F1B, and holds more."""
     recompute: tuple[int | str, ...] = (0, "sel", 2, 1)
     cp_methods: tuple[str, ...] = ("ring", "ulysses")
     sequence_parallel: tuple[bool, ...] = (True,)
     replicas: bool = True
     expert: bool = True
+    micro_batches: tuple[int, ...] = tuple(2**k for k in range(7))
+    fewest_cp_tokens: int = 4096
+    """Tokens of a sequence that a rank keeps under context parallelism; with fewer it does not pay."""
+    wide_tp: tuple[int, ...] = ()
+    """Tensor-parallel sizes that span more than two fast domains."""
+    replica_groups: tuple[int, ...] = ()
+    """Besides groups of the size of a node under zero3."""
+
+    def with_required(self, tokens: Sequence[str]) -> Space:
+        """With what is required and left out of the space for being slow or rare."""
+        space = self
+        for token in tokens:
+            value: object
+            name, value = read_token(token) or (token, None)
+            if name in ("cp", "cp_method"):
+                space = replace(space, fewest_cp_tokens=1)
+            if name == "schedule":
+                value = value, smallest_layout(token).v
+            elif name == "v" and value not in (None, 1):
+                name, value = "schedule", ("interleaved", value)
+            if name in _LISTED and value is not None:
+                listed = getattr(space, _LISTED[name])
+                more: dict[str, Any] = {_LISTED[name]: tuple(dict.fromkeys((*listed, value)))}
+                space = replace(space, **more)
+        return space
 
 
 WHOLE_GRAMMAR = Space()
@@ -99,12 +149,24 @@ SPACES = {
 }
 
 
+def lacks(framework: Framework, layout: Layout) -> str | None:
+    """What `layout` has and the code of a published framework never had, in a sentence; None when there is nothing.
+
+    ZeRO stages above its own and context parallelism: schedules it never ran can still be predicted for it. A framework
+    without a space of its own lacks nothing, and `lightning_5d` is asked about layouts that it is still to learn.
+    """
+    space = SPACES.get(framework.name)
+    if space is None or framework.name == "lightning_5d":
+        return None
+    if layout.zero > max(space.zeros):
+        return f"{framework.name} has no zero{layout.zero}; allowed: up to zero{max(space.zeros)}"
+    if layout.cp > 1 and not space.cp_methods:
+        return f"{framework.name} has no context parallelism; leave cp{layout.cp} out"
+    return None
+
+
 def divisors(n: int) -> list[int]:
-    return (
-        [d for d in range(1, n + 1) if n % d == 0]
-        if n < 4096
-        else sorted({d for i in range(1, int(n**0.5) + 1) if n % i == 0 for d in (i, n // i)})
-    )
+    return sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
 
 
 def enumerate_layouts(
@@ -112,11 +174,12 @@ def enumerate_layouts(
 ) -> Iterator[Layout]:
     """Resolved layouts with a micro-batch size, each valid for the model and the batch."""
     heads = np.gcd(model.num_heads, model.num_kv_heads)
-    for tp in (t for t in divisors(num_gpus) if heads % t == 0 and t <= 2 * gpu.scaleup_domain_gpus):
+    widest = 2 * gpu.scaleup_domain_gpus
+    for tp in (t for t in divisors(num_gpus) if heads % t == 0 and (t <= widest or t in space.wide_tp)):
         for cp in (
             c
             for c in divisors(num_gpus // tp)
-            if c == 1 or (space.cp_methods and seq_len % (2 * c) == 0 and seq_len // c >= 4096)
+            if c == 1 or (space.cp_methods and seq_len % (2 * c) == 0 and seq_len // c >= space.fewest_cp_tokens)
         ):
             for pp in (p for p in divisors(num_gpus // (tp * cp)) if p <= min(model.num_layers, MAX_PIPELINE)):
                 dp = num_gpus // (tp * cp * pp)
@@ -130,7 +193,7 @@ def _choices(
     model: ModelSpec, gpu: Gpu, tp: int, cp: int, pp: int, dp: int, seq_len: int, sequences: int, space: Space
 ) -> Iterator[Layout]:
     """All settings that leave the mesh alone."""
-    for mbs in (b for b in divisors(sequences) if b <= MAX_MICRO_BATCH and b & (b - 1) == 0):
+    for mbs in (b for b in space.micro_batches if sequences % b == 0):
         m = sequences // mbs
         for schedule, v in space.schedules if pp > 1 else (("1f1b", 1),):
             if pp * v > model.num_layers or (pp > 1 and schedule_problem(schedule, pp, v, m)):
@@ -140,7 +203,7 @@ def _choices(
                 continue
             split_backward = schedule in ("zb", "zbv", "dualpipev")
             for zero in space.zeros if dp * cp > 1 else (0,):
-                for ac in space.recompute:
+                for ac in (a for a in space.recompute if a == "sel" or int(a) <= model.num_layers):
                     if split_backward and (ac != 0 or zero >= 2):
                         continue
                     for ep in _expert_sizes(model, dp * cp, space):
@@ -163,9 +226,10 @@ def _expert_sizes(model: ModelSpec, group: int, space: Space) -> Sequence[int]:
 def _replicas(gpu: Gpu, tp: int, dp: int, zero: int, ep: int, space: Space) -> Sequence[int]:
     """One group, and groups of the size of a node."""
     inside = gpu.scaleup_domain_gpus // tp
+    required = [n for n in space.replica_groups if dp % n == 0]
     if not (space.replicas and zero == 3 and ep == 1 and 1 < inside < dp and dp % inside == 0):
-        return (1,)
-    return (1, dp // inside)
+        return (1, *required)
+    return tuple(dict.fromkeys((1, dp // inside, *required)))
 
 
 @dataclass
@@ -198,11 +262,12 @@ def search(
     accept: Callable[[Layout], bool] | None = None,
 ) -> Ranking:
     """All layouts of the space with their predicted memory and step time."""
-    chosen = space or SPACES.get(framework.name, Space())
+    constraints = constraints or Constraints()
+    chosen = (space or SPACES.get(framework.name, Space())).with_required(constraints.require)
     cases = [
         Case(model, layout, gpu, seq_len, global_batch, attention, fused_norm)
-        for layout in enumerate_layouts(model, gpu, num_gpus, seq_len, global_batch, chosen, constraints or Constraints())
-        if _runs(model, layout, seq_len) and (accept is None or accept(layout))
+        for layout in enumerate_layouts(model, gpu, num_gpus, seq_len, global_batch, chosen, constraints)
+        if _runs(model, layout, seq_len) and lacks(framework, layout) is None and (accept is None or accept(layout))
     ]
     if not cases:
         empty = np.zeros(0)

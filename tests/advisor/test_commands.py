@@ -5,14 +5,18 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_5d import Layout
+from lightning_5d.advisor import advise, estimate
 from lightning_5d.advisor.commands import BAD_QUESTION, NOTHING_FITS, advise_main, explain_main
 from lightning_5d.advisor.model import PRESETS, describe_model
+from lightning_5d.support import layout_problem
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 QUESTION = ["--model", "llama-13b", "--gpus", "64", "--gpu", "a100-80gb", "--seq-len", "2048", "--global-batch", "2048"]
 
 
@@ -76,6 +80,50 @@ def test_a_recipe_is_what_lightning_cli_takes(tmp_path, capsys) -> None:
     assert recipe["data"]["init_args"]["seq_len"] == 2048 and recipe["data"]["init_args"]["global_batch_size"] == 2048
     # The advisor reads its own recipes.
     assert describe_model(out).num_parameters == PRESETS["llama-13b"].num_parameters
+
+
+LONG = ["--model", "llama3-8b", "--gpus", "64", "--gpu", "h100", "--seq-len", "32768", "--global-batch", "64", "--all-layouts"]
+
+
+def test_a_recipe_is_for_a_layout_that_trains(tmp_path, capsys) -> None:
+    out = tmp_path / "recipe.yaml"
+    assert advise_main([*LONG, "--json", "--recipe", str(out)]) == 0
+    captured = capsys.readouterr()
+    first = json.loads(captured.out)["best"][0]["layout"]
+    written = Layout.parse(yaml.safe_load(out.read_text())["trainer"]["strategy"])
+    assert layout_problem(Layout.parse(first)) is not None and layout_problem(written) is None
+    said = f"the recipe is for {written.resolve(64)}: {first} cannot be trained yet"
+    assert said in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_no_recipe_when_nothing_that_fits_trains(tmp_path, capsys) -> None:
+    out = tmp_path / "recipe.yaml"
+    assert advise_main([*LONG, "--require", "cp2", "--recipe", str(out)]) == BAD_QUESTION
+    captured = capsys.readouterr()
+    assert "no recipe is written" in captured.err and "cannot be trained yet" in captured.err and captured.out == ""
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*xa100.yaml")), ids=lambda path: path.stem)
+def test_the_head_of_a_recipe_says_whether_it_fits(recipe: Path) -> None:
+    content = yaml.safe_load(recipe.read_text())
+    trainer, data = content["trainer"], content["data"]["init_args"]
+    question = {
+        "gpu": "a100-80gb",
+        "num_gpus": trainer["devices"] * trainer["num_nodes"],
+        "seq_len": data["seq_len"],
+        "global_batch": data["global_batch_size"],
+    }
+    head = " ".join(line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#"))
+    e = estimate(recipe, trainer["strategy"], **question)
+    verdict = "It fits here" if e.fits else "It does not fit here"
+    assert f"{verdict}: it needs {e.memory_gib:.1f} of {e.limit_gib:.1f} GiB" in head
+    assert ("--trainer.strategy" in head) == (not e.fits)
+    if not e.fits:
+        best = advise(recipe, **question).best[0]
+        assert f"float32 ({e.memory_parts_gib['gradients']:.1f} GiB)" in head
+        assert f"names another layout first, which needs {best.memory_gib:.1f} GiB" in head
+        assert head.endswith(f"--trainer.strategy {best.layout}")
 
 
 def test_the_arguments_of_a_recipe_are_those_of_the_classes() -> None:

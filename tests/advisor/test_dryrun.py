@@ -124,6 +124,19 @@ def test_closed_forms_within_three_percent_and_bytes_exact(layout: str, rows: in
     assert_same_bytes(runs, x)
 
 
+@pytest.mark.slow
+def test_closed_forms_of_gpipe_within_three_percent() -> None:
+    """Its last stage keeps a float32 copy of the logits of every micro-batch."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 6}
+    make, layout = functools.partial(llama, **sizes, vocab_size=16000), "dp2_tp2_pp2_gpipe_mbs1_acsel"
+    batch = functools.partial(long_batch, 512)
+    runs = dry(layout, 8, make, make_batch=batch, global_batch=16, precision="bf16-mixed", clip=True)
+    spec = ModelSpec("llama", 6, 1024, 16, 4, 2816, 16000)
+    x = explain(spec, layout, gpu="h100", num_gpus=8, seq_len=512, global_batch=16)
+    for found, closed in zip(runs, x.memory_by_rank.values(), strict=True):
+        assert sum(closed.values()) - x.framework["overhead_gib"] == pytest.approx(found.peak_gib, rel=0.03), (found, closed)
+
+
 def test_which_runs_tell_of_all() -> None:
     assert layer_counts(126, 1) == [3, 4] and layer_counts(4, 1) == [4] and layer_counts(126, None) == [126]
     assert layer_counts(40, 2) == [4, 6] and layer_counts(41, 2) == [5, 7]

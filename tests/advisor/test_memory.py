@@ -2,10 +2,11 @@
 
 import pytest
 
+from lightning_5d.advisor import explain
 from lightning_5d.advisor.memory import GIB
 from lightning_5d.advisor.model import PRESETS
 from lightning_5d.advisor.parameters import find_framework
-from tests.advisor.cases import predict
+from tests.advisor.cases import PAPER, predict
 
 STATE = ("parameters", "gradients", "optimizer")
 
@@ -69,7 +70,10 @@ def test_grouped_queries_keep_less() -> None:
 
 
 def test_the_schedule_decides_what_the_first_rank_holds() -> None:
-    """1F1B holds min(p, m) micro-batches on rank 0, as much as no pipeline; GPipe (AFAB) holds all."""
+    """1F1B holds min(p, m) micro-batches on rank 0, as much as no pipeline; GPipe (AFAB) holds all.
+
+    When its gradients are there too, the first micro-batch has gone backward.
+    """
 
     def activations(layout: str, **changes) -> float:
         return predict(layout, framework=FRAMEWORK, **changes).memory_parts_gib["activations"]
@@ -77,8 +81,8 @@ def test_the_schedule_decides_what_the_first_rank_holds() -> None:
     FRAMEWORK = find_framework("lightning_5d").with_values(extra_in_flight=0.0)
     one = activations("zero1_mbs1")
     assert activations("pp4_zero1") == pytest.approx(one)
-    assert activations("pp4_gpipe_zero1", global_batch=128) == pytest.approx(one / 4 * 8)
-    assert activations("pp4_gpipe_zero1", global_batch=256) == pytest.approx(one / 4 * 16)
+    assert activations("pp4_gpipe_zero1", global_batch=128) == pytest.approx(one / 4 * 7)
+    assert activations("pp4_gpipe_zero1", global_batch=256) == pytest.approx(one / 4 * 15)
     assert activations("pp4_v2_zero1") == pytest.approx(one / 4 * (4 * 1 + 6 + 1) / 2)
 
 
@@ -88,6 +92,21 @@ def test_logits_are_gathered_or_sharded() -> None:
     for framework in ("aleph-alpha", "lightning_5d"):
         gathered = [predict(f"tp{t}_zero1_mbs1", framework=framework).memory_parts_gib["logits"] for t in (1, 4)]
         assert gathered[0] == gathered[1] > sharded[1]
+
+
+def test_gpipe_keeps_the_log_softmax_of_every_micro_batch() -> None:
+    """In fp32, until the first backward pass; 1F1B's last stage goes backward at once."""
+
+    def last(layout: str, m: int) -> dict[str, float]:
+        return explain("llama-13b", layout, **{**PAPER, "global_batch": 16 * m}).memory_by_rank["last"]
+
+    logits = 2048 * PRESETS["llama-13b"].vocab_size / GIB
+    assert last("pp4_zero1", 8)["logits"] == last("pp4_zero1", 16)["logits"] == pytest.approx(12 * logits)
+    # Before the second backward pass: the micro-batch at work, and all that wait.
+    assert last("pp4_gpipe_zero1", 16)["logits"] == pytest.approx((12 + 14 * 4) * logits)
+    # With few gradients the peak is before the first backward pass, which makes them.
+    few = last("pp4_tp4_gpipe_zero2", 16)  # dp 4, so 64 micro-batches
+    assert few["logits"] == pytest.approx((12 + 63 * 4) * logits) and few["gradients"] == 0
 
 
 def test_a_pipeline_stage_holds_a_receive_buffer_for_every_micro_batch() -> None:

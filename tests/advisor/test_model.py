@@ -98,7 +98,7 @@ def test_a_description_survives_its_own_config(name: str) -> None:
         ({**CONFIG, "hidden_size": "many"}, "hidden_size must be a whole number"),
         ({**CONFIG, "hidden_size": 4095}, "not a multiple of 32 heads"),
         ({**CONFIG, "num_key_value_heads": 7}, "do not share 7 key/value heads"),
-        ({**CONFIG, "num_hidden_layers": 0}, "num_layers must be at least 1"),
+        ({**CONFIG, "num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1"),
         ({**CONFIG, "num_experts": 8}, "experts need experts_per_token"),
         ("llama-14b", "no preset and no file is called 'llama-14b'"),
         (object(), "cannot describe a model from object"),

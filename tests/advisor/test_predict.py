@@ -112,10 +112,9 @@ def test_more_of_something_never_helps_where_it_cannot(tp: int, pp: int, mbs: in
     assert 0 < e.mfu < 1 and e.memory_gib >= e.memory_rank0_gib > 0
     assert predict(layout, seq_len=4096).memory_gib > e.memory_gib
     if zero < 3:
-        assert (
-            predict(layout.replace(f"zero{zero}", f"zero{zero + 1}")).memory_parts_gib["optimizer"]
-            <= e.memory_parts_gib["optimizer"]
-        )
+        more = predict(layout.replace(f"zero{zero}", f"zero{zero + 1}"))
+        other_rank = more.worst_stage != e.worst_stage  # one that may hold the embedding
+        assert other_rank or more.memory_parts_gib["optimizer"] <= e.memory_parts_gib["optimizer"]
     if ac == "":
         slower = predict(layout + "_ac")
         if zero < 2:  # beyond, it also gives traffic more time to hide

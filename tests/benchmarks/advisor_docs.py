@@ -118,13 +118,13 @@ def _stage_memory(playbook: Sequence[Row]) -> str:
         r2, mean = _fit_live(Cases({**cases.columns, "live_first": live}), measured, framework)
         rows.append((label, f"{r2:.2f}", f"{mean:.1f}"))
     question = {"gpu": "h100", "num_gpus": 4, "seq_len": 4096, "global_batch": 16}
-    parts = {s: estimate("llama3-8b", f"pp4_{s}_mbs1", **question).memory_parts_gib["activations"] for s in ("1f1b", "gpipe")}
+    held = estimate("llama3-8b", "pp4_1f1b_mbs1", **question).memory_parts_gib["activations"]  # of pp = 4 micro-batches
     return (
         "**Memory of a pipeline stage.** The first stage of 1F1B holds min(p, m) micro-batches of its L/p layers, as much as no "
         "pipeline at all; only AFAB (GPipe) holds all m. Fitted to the playbook's own measured memory, micro-batches held:\n\n"
         + table(("micro-batches held by rank 0", "R²", "mean error, GiB"), rows)
-        + f"\n\nLlama 3 8B, pp 4, 16 micro-batches of 4,096 tokens: activations of rank 0 are {parts['1f1b']:.1f} GiB under 1F1B "
-        f"and {parts['gpipe']:.1f} GiB under AFAB."
+        + f"\n\nLlama 3 8B, pp 4, 16 micro-batches of 4,096 tokens: activations of rank 0 are {held:.1f} GiB under 1F1B "
+        f"and {held * 16 / 4:.1f} GiB under AFAB."
     )
 
 
@@ -187,7 +187,7 @@ def _sequence_parallel_batches(runs: Sequence[tuple[Row, str]]) -> str:
                 if not e.fits:
                     break
                 largest = b
-            cells += [largest, chart[sp][tp]]
+            cells += [largest, chart[sp].get(tp, "no run")]
         rows.append((f"tp {tp}", *cells))
     return (
         "**Largest micro-batch of tensor parallelism with and without sequence parallelism** (3B, 4,096 tokens, nanotron, H100). "

@@ -38,7 +38,8 @@ class Finding:
     @property
     def share(self) -> float:
         """Predicted effect as a share of the measured one."""
-        return (self.predicted - self.none) / (self.measured - self.none)
+        measured = self.measured - self.none
+        return (self.predicted - self.none) / measured if measured else float("nan")
 
 
 def _pairs(rows: Sequence[Row], change: Callable[[Row], Any], same: Callable[[Row], Any]) -> Iterator[tuple[Row, Row]]:
@@ -88,6 +89,8 @@ def all_findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
 def findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
     """Every finding over those of `rows` that ran."""
     ran = [r for r in rows if r.status == "ok"]
+    if not ran:
+        return []
     cases = collect([r.case for r in ran], framework)
     seconds = step_time(cases, framework).total_s
     points = 100 * mfu(cases, seconds)
@@ -95,13 +98,16 @@ def findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
         id(r): replace(r, step_time_s=float(s), mfu_points=float(p)) for r, s, p in zip(ran, seconds, points, strict=True)
     }
 
-    def difference(name: str, pairs: Sequence[tuple[Row, Row]]) -> Finding:
-        return _finding(name, "points of MFU", pairs, predicted, lambda a, b: _points(b) - _points(a), 0.0)
-
-    def ratio(name: str, pairs: Sequence[tuple[Row, Row]]) -> Finding:
-        return _finding(name, "× step time", pairs, predicted, lambda a, b: b.measured_step_s / a.measured_step_s, 1.0)
-
     found: list[Finding] = []
+
+    def difference(name: str, pairs: Sequence[tuple[Row, Row]]) -> None:
+        if pairs:
+            found.append(_finding(name, "points of MFU", pairs, predicted, lambda a, b: _points(b) - _points(a), 0.0))
+
+    def ratio(name: str, pairs: Sequence[tuple[Row, Row]]) -> None:
+        if pairs:
+            found.append(_finding(name, "× step time", pairs, predicted, lambda a, b: b.measured_step_s / a.measured_step_s, 1.0))
+
     swapped = [
         (a, b)
         for a, b in _pairs(ran, lambda r: r.case.layout.pp, _without("tp", "pp", "sp"))
@@ -110,40 +116,32 @@ def findings(rows: Sequence[Row], framework: Framework) -> list[Finding]:
         and not a.case.layout.sp
         and not b.case.layout.sp
     ]
-    found.append(difference("tp and pp swapped, more pp", swapped))
+    difference("tp and pp swapped, more pp", swapped)
     batches = list(_pairs([r for r in ran if not r.case.layout.ac], lambda r: r.case.layout.mbs, _without("mbs")))
-    found.append(
-        difference(
-            "micro-batch 1 to 2, same layout", [p for p in batches if (p[0].case.layout.mbs, p[1].case.layout.mbs) == (1, 2)]
-        )
-    )
-    found.append(ratio("every layer recomputed", list(_pairs(ran, lambda r: bool(r.case.layout.ac), _without("ac")))))
+    difference("micro-batch 1 to 2, same layout", [p for p in batches if (p[0].case.layout.mbs, p[1].case.layout.mbs) == (1, 2)])
+    ratio("every layer recomputed", list(_pairs(ran, lambda r: bool(r.case.layout.ac), _without("ac"))))
     norms = list(_pairs(ran, lambda r: not r.case.fused_norm, _without("norm")))
-    found.append(ratio("norm not fused", norms))
+    ratio("norm not fused", norms)
     for tp in (1, 2, 4, 8):
         some = [p for p in norms if p[0].case.layout.tp == tp]
-        if some:
-            found.append(ratio(f"norm not fused, tp {tp}", some))
+        ratio(f"norm not fused, tp {tp}", some)
     parallel = list(_pairs(ran, lambda r: bool(r.case.layout.sp), _without("sp")))
     for tp in (2, 4):
         some = [p for p in parallel if p[0].case.layout.tp == tp]
-        if some:
-            found.append(difference(f"sequence parallel, tp {tp}", some))
+        difference(f"sequence parallel, tp {tp}", some)
     for axis in ("tp", "pp"):
         pairs = list(
             _pairs([r for r in ran if not r.case.layout.sp], lambda r, axis=axis: getattr(r.case.layout, axis), _without(axis))
         )
         for size in (1, 2, 4):
             some = [p for p in pairs if (getattr(p[0].case.layout, axis), getattr(p[1].case.layout, axis)) == (size, 2 * size)]
-            if some:
-                found.append(difference(f"{axis} {size} to {2 * size}", some))
+            difference(f"{axis} {size} to {2 * size}", some)
     more = [
         (a, b)
         for a, b in _pairs([r for r in ran if r.model == "30B"], lambda r: r.case.layout.world_size, _without("group"))
         if (a.case.layout.world_size, b.case.layout.world_size) == (64, 256)
     ]
-    if more:
-        found.append(difference("30B, 64 to 256 GPUs", more))
+    difference("30B, 64 to 256 GPUs", more)
     return found
 
 

@@ -51,6 +51,8 @@ def fit_out_of_memory(
     framework: Framework, rows: Sequence[Row], names: Sequence[str] = PAPER_MEMORY, prior: Framework | None = None
 ) -> Framework:
     """Parameters that tell runs that ran from those out of memory: logistic loss, capped, a weak pull to the start."""
+    if not rows:
+        return framework
     bounds = Bounds(names)
     cases = collect([r.case for r in rows], framework)
     failed = np.array([r.status != "ok" for r in rows])
@@ -82,6 +84,8 @@ def fit_memory(
     framework: Framework, rows: Sequence[Row], names: Sequence[str] = PLAYBOOK_MEMORY, prior: Framework | None = None
 ) -> Framework:
     """Parameters that reproduce measured memory of the first pipeline rank; errors beyond 2 GiB weigh less than their square."""
+    if not rows:
+        return framework
     bounds = Bounds(names)
     cases = collect([r.case for r in rows], framework)
     measured = values(rows, "memory_gib")
@@ -104,6 +108,8 @@ def fit_step_time(
     predict: Callable[[Cases, Framework], NDArray[np.float64]] | None = None,
 ) -> Framework:
     """Parameters that reproduce the logarithm of the step time, by a robust loss and a weak pull to the start."""
+    if not rows:
+        return framework
     bounds = Bounds(names)
     cases = collect([r.case for r in rows], framework)
     measured = np.log(np.array([r.measured_step_s for r in rows]))

@@ -88,6 +88,8 @@ def _speed(playbook: Sequence[Row], runs: Sequence[tuple[Row, str]], fits: dict[
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2))
 
     def plot(ax: plt.Axes, rows: Sequence[Row], fit: LeftOut, label: str, alpha: float) -> None:
+        if not rows:
+            return
         predicted = step_time(collect([r.case for r in rows], fit.all), fit.all).total_s
         measured = np.array([r.measured_step_s for r in rows])
         tokens = np.array([r.case.seq_len * r.case.global_batch / r.case.layout.world_size for r in rows])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_5d.advisor.cases import Case
 from lightning_5d.advisor.hardware import Gpu, find_gpu
-from lightning_5d.advisor.model import ModelError, ModelSpec
-from lightning_5d.layout import Layout, LayoutError
-from tests.benchmarks.advisor_rows import RUNS, Row, _number, _read
+from lightning_5d.advisor.model import ModelSpec
+from lightning_5d.layout import Layout
+from tests.benchmarks.advisor_rows import RUNS, Cells, Row, Skipped, read_table
 
 _GPUS = {
     "A100-40GB-SXM": "a100-40gb",
@@ -21,15 +21,10 @@ _GPUS = {
     "H200-141GB-SXM": "h200",
 }
 _NEEDED = ("layers", "hidden", "heads", "ffn", "vocab", "seq_len", "gpus", "micro_batch", "tp", "pp", "dp")
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A row that is not scored."""
-
-    source: str
-    model: str
-    reason: str
+_COLUMNS = (
+    *_NEEDED, "source", "model", "params_b", "kv_heads", "gpu_type", "global_batch_seqs", "sp", "vpp", "cp", "ep", "zero_stage",
+    "activation_ckpt", "precision", "framework", "tokens_per_s_per_gpu", "mem_gib_per_gpu", "oom", "kernels", "task",
+)  # fmt: skip
 
 
 def _gpu(name: str) -> Gpu | None:
@@ -44,8 +39,11 @@ def run_rows(path: Path = RUNS) -> tuple[list[tuple[Row, str]], list[Skipped]]:
     """Dense bf16 training rows with a complete layout, each with the framework that predicts it; the others with the reason."""
     rows: list[tuple[Row, str]] = []
     skipped: list[Skipped] = []
-    for r in _read(path):
-        found = _row(r)
+    for r in read_table(path, _COLUMNS):
+        try:
+            found = _row(r)
+        except ValueError as error:  # LayoutError and ModelError are such
+            found = str(error)
         if isinstance(found, str):
             skipped.append(Skipped(r["source"], r["model"], found))
         else:
@@ -53,7 +51,7 @@ def run_rows(path: Path = RUNS) -> tuple[list[tuple[Row, str]], list[Skipped]]:
     return rows, skipped
 
 
-def _row(r: dict[str, str]) -> Row | str:
+def _row(r: Cells) -> Row | str:
     if r["task"] != "pretrain":
         return f"not pre-training but {r['task']}"
     if r["precision"].lower() not in ("bf16", "amp_bf16", "bfloat16"):
@@ -71,36 +69,32 @@ def _row(r: dict[str, str]) -> Row | str:
     gpu = _gpu(r["gpu_type"])
     if gpu is None:
         return f"GPU {r['gpu_type']} is not in the table"
-    dp, mbs = int(r["dp"]), int(r["micro_batch"])
-    batch = int(r["global_batch_seqs"]) if r["global_batch_seqs"] else dp * mbs  # charts: no accumulation
+    dp, mbs = r.whole("dp"), r.whole("micro_batch")
+    batch = r.whole("global_batch_seqs") if r["global_batch_seqs"] else dp * mbs  # charts: no accumulation
     if batch % (dp * mbs):
         return f"batch {batch} does not divide over dp{dp} and micro-batches of {mbs}"
     kernels, ac = r["kernels"], r["activation_ckpt"]
     if ac not in ("", "none", "full") and not ac.startswith("selective"):
         return f"recomputation {ac!r} has no token"
     stage = r["zero_stage"]
-    zero = 3 if stage.startswith("FSDP") else int(stage or 0)
-    tp, pp, cp = int(r["tp"]), int(r["pp"]), int(r["cp"] or 1)
-    v = int(r["vpp"] or 1)
-    try:
-        layout = Layout(
-            dp=dp,
-            tp=tp,
-            sp=r["sp"] != "0" if tp > 1 else False,
-            cp=cp,
-            pp=pp,
-            v=v if pp > 1 else 1,
-            zero=zero,
-            mbs=mbs,
-            ac={"full": 1}.get(ac, "sel" if ac.startswith("selective") else 0),
-        )
-        if layout.world_size != int(r["gpus"]):
-            return f"layout {layout} has {layout.world_size} ranks, the row {r['gpus']} GPUs"
-        model = _model(r)
-    except (LayoutError, ModelError) as error:
-        return str(error)
+    zero = 3 if stage.startswith("FSDP") else r.whole("zero_stage", 0) if stage else 0
+    tp, pp = r.whole("tp"), r.whole("pp")
+    cp, v = (r.whole(c) if r[c] else 1 for c in ("cp", "vpp"))
+    layout = Layout(
+        dp=dp,
+        tp=tp,
+        sp=r["sp"] != "0" if tp > 1 else False,
+        cp=cp,
+        pp=pp,
+        v=v if pp > 1 else 1,
+        zero=zero,
+        mbs=mbs,
+        ac={"full": 1}.get(ac, "sel" if ac.startswith("selective") else 0),
+    )
+    if layout.world_size != r.whole("gpus"):
+        return f"layout {layout} has {layout.world_size} ranks, the row {r['gpus']} GPUs"
     fused = r["framework"] != "nanotron" and kernels != "eager"
-    case = Case(model, layout, gpu, int(r["seq_len"]), batch, "flash2", fused)
+    case = Case(_model(r), layout, gpu, r.whole("seq_len"), batch, "flash2", fused)
     return Row(
         case=case,
         group=r["source"],
@@ -108,22 +102,22 @@ def _row(r: dict[str, str]) -> Row | str:
         status="ok",
         step_time_s=None,
         mfu_points=None,
-        tokens_per_s_per_gpu=_number(speed),
-        memory_gib=_number(r["mem_gib_per_gpu"]),
+        tokens_per_s_per_gpu=r.positive("tokens_per_s_per_gpu"),
+        memory_gib=r.positive("mem_gib_per_gpu") if r["mem_gib_per_gpu"] else None,
     )
 
 
-def _model(r: dict[str, str]) -> ModelSpec:
+def _model(r: Cells) -> ModelSpec:
     """The description whose number of parameters is nearest to the stated one: gated or not, tied or not."""
     candidates = [
         ModelSpec(
             name=r["model"],
-            num_layers=int(r["layers"]),
-            hidden_size=int(r["hidden"]),
-            num_heads=int(r["heads"]),
-            num_kv_heads=int(r["kv_heads"] or r["heads"]),
-            intermediate_size=int(r["ffn"]),
-            vocab_size=int(r["vocab"] or 131072),
+            num_layers=r.whole("layers"),
+            hidden_size=r.whole("hidden"),
+            num_heads=r.whole("heads"),
+            num_kv_heads=r.whole("kv_heads" if r["kv_heads"] else "heads"),
+            intermediate_size=r.whole("ffn"),
+            vocab_size=r.whole("vocab") if r["vocab"] else 131072,
             tied=tied,
             gated_mlp=gated,
         )
@@ -132,4 +126,4 @@ def _model(r: dict[str, str]) -> ModelSpec:
     ]
     if not r["params_b"]:
         return candidates[0]
-    return min(candidates, key=lambda m: abs(m.num_parameters / 1e9 - float(r["params_b"])))
+    return min(candidates, key=lambda m: abs(m.num_parameters / 1e9 - r.positive("params_b")))

@@ -57,8 +57,9 @@ class LeftOut:
 def fit_left_out(
     fit: Callable[[Sequence[Row]], Framework], rows: Sequence[Row], key: Callable[[Row], str] = lambda r: r.group
 ) -> LeftOut:
-    """`fit` on all rows, and on those of all other groups for each group."""
-    return LeftOut(fit(rows), {g: fit([r for r in rows if key(r) != g]) for g in groups(rows, key)})
+    """`fit` on all rows, and on those of all other groups for each group that has others."""
+    others = {g: [r for r in rows if key(r) != g] for g in groups(rows, key)}
+    return LeftOut(fit(rows), {g: fit(some) for g, some in others.items() if some})
 
 
 def paper_memory_fits(rows: Sequence[Row]) -> LeftOut:
@@ -81,7 +82,9 @@ def playbook_memory_fits(rows: Sequence[Row]) -> LeftOut:
     ran = [r for r in rows if r.status == "ok"]
     fits = LeftOut(fit_memory(start, ran, PLAYBOOK_MEMORY))
     for name, out in PLAYBOOK_SPLITS.items():
-        fits.without[name] = fit_memory(start, [r for r in ran if r.model not in out], PLAYBOOK_MEMORY)
+        others = [r for r in ran if r.model not in out]
+        if others:
+            fits.without[name] = fit_memory(start, others, PLAYBOOK_MEMORY)
     return fits
 
 
@@ -116,7 +119,9 @@ def playbook_time_fits(rows: Sequence[Row]) -> LeftOut:
 
     fits = LeftOut(fit(usable))
     for name, out in PLAYBOOK_SPLITS.items():
-        fits.without[name] = fit([r for r in usable if r.model not in out])
+        others = [r for r in usable if r.model not in out]
+        if others:
+            fits.without[name] = fit(others)
     return fits
 
 
@@ -131,10 +136,25 @@ def runs_time_fits(rows: Sequence[tuple[Row, str]]) -> LeftOut:
 
 
 # ---------------------------------------------------------------- scores
+# Of no rows a score is nan.
+
+
+def mean(x: NDArray[Any]) -> float:
+    return float(x.mean()) if len(x) else float("nan")
+
+
+def median(x: Array) -> float:
+    return float(np.median(x)) if len(x) else float("nan")
+
+
+def percentile(x: Array, share: float) -> float:
+    return float(np.percentile(x, share)) if len(x) else float("nan")
 
 
 def predicted_oom(rows: Sequence[Row], framework: Framework) -> tuple[NDArray[np.bool_], Array]:
     """Whether each row is called out of memory, and the GiB predicted."""
+    if not rows:
+        return np.zeros(0, dtype=bool), np.zeros(0)
     cases = collect([r.case for r in rows], framework)
     gib = worst_gib(cases, framework)[0]
     return gib > limit_gib(cases, framework), gib
@@ -142,6 +162,8 @@ def predicted_oom(rows: Sequence[Row], framework: Framework) -> tuple[NDArray[np
 
 def predicted_mfu(rows: Sequence[Row], framework: Framework) -> Array:
     """MFU points of each row."""
+    if not rows:
+        return np.zeros(0)
     cases = collect([r.case for r in rows], framework)
     return 100 * mfu(cases, step_time(cases, framework).total_s)
 
@@ -149,11 +171,12 @@ def predicted_mfu(rows: Sequence[Row], framework: Framework) -> Array:
 def left_out(
     rows: Sequence[Row], fits: LeftOut, predict: Callable[[Sequence[Row], Framework], Array], key: Any = lambda r: r.group
 ) -> Array:
-    """Predictions of each group by the fit that has not seen it."""
-    out = np.zeros(len(rows))
+    """Predictions of each group by the fit that has not seen it; nan where no other group was there to fit."""
+    out = np.full(len(rows), np.nan)
     for group in groups(rows, key):
-        inside = mask(rows, lambda r, g=group: key(r) == g)  # type: ignore[misc]
-        out[inside] = predict([r for r in rows if key(r) == group], fits.without.get(group, fits.all))
+        if group in fits.without:
+            inside = mask(rows, lambda r, g=group: key(r) == g)  # type: ignore[misc]
+            out[inside] = predict([r for r in rows if key(r) == group], fits.without[group])
     return out
 
 
@@ -161,17 +184,18 @@ def score_paper_memory(rows: Sequence[Row], fits: LeftOut) -> dict[str, Any]:
     """Share of runs told right; `groups` with each left out; the headline run's GiB."""
     failed = mask(rows, lambda r: r.status != "ok")
     called, gib = predicted_oom(rows, fits.all)
-    blind = left_out(rows, fits, lambda some, f: predicted_oom(some, f)[0].astype(float)) > 0.5
-    per_group = {g: float((blind == failed)[mask(rows, lambda r, g=g: r.group == g)].mean()) for g in groups(rows)}  # type: ignore[misc]
+    blind = left_out(rows, fits, lambda some, f: predicted_oom(some, f)[0].astype(float))
+    told, right = ~np.isnan(blind), blind == failed
+    per_group = {g: mean(right[told & mask(rows, lambda r, g=g: r.group == g)]) for g in groups(rows)}  # type: ignore[misc]
     headline = mask(rows, is_headline)
     return {
         "rows": len(rows),
-        "in_sample": float((called == failed).mean()),
+        "in_sample": mean(called == failed),
         "false_oom": int((called & ~failed).sum()),
         "missed_oom": int((~called & failed).sum()),
-        "left_out": float((blind == failed).mean()),
+        "left_out": mean(right[told]),
         "groups": per_group,
-        "worst_group": min(per_group.values()) if per_group else float("nan"),
+        "worst_group": min(per_group.values(), default=float("nan")),
         "headline_gib": float(gib[headline][0]) if headline.any() else float("nan"),
         "headline_fits": bool(not called[headline].any()),
     }
@@ -184,7 +208,9 @@ def is_headline(row: Row) -> bool:
 
 
 def errors(predicted: Array, rows: Sequence[Row]) -> dict[str, float]:
-    """Absolute errors of MFU in points, and rank correlations within groups."""
+    """Absolute errors of MFU in points, and rank correlations within groups, over the rows that are predicted."""
+    known = ~np.isnan(predicted)
+    predicted, rows = predicted[known], [r for r, k in zip(rows, known, strict=True) if k]
     error = np.abs(predicted - values(rows, "mfu_points"))
     ranks = []
     for g in groups(rows):
@@ -193,11 +219,11 @@ def errors(predicted: Array, rows: Sequence[Row]) -> dict[str, float]:
             ranks.append(float(spearmanr(predicted[inside], values(rows, "mfu_points")[inside]).statistic))
     return {
         "rows": len(rows),
-        "median": float(np.median(error)),
-        "p90": float(np.percentile(error, 90)),
-        "max": float(error.max()),
-        "spearman_mean": float(np.mean(ranks)),
-        "spearman_min": min(ranks),
+        "median": median(error),
+        "p90": percentile(error, 90),
+        "max": percentile(error, 100),
+        "spearman_mean": mean(np.array(ranks)),
+        "spearman_min": min(ranks, default=float("nan")),
     }
 
 
@@ -222,6 +248,8 @@ def score_paper_choice(
     out: dict[str, Any] = {}
     for g in groups(rows):
         some = [r for r in rows if r.group == g and r.anomaly not in exclude]
+        if not some or g not in memory.without or g not in time.without:
+            continue
         fits = ~predicted_oom(some, memory.without[g])[0]
         expected = np.where(fits, predicted_mfu(some, time.without[g]), -1)
         order = np.argsort(-expected)[:3]
@@ -241,23 +269,30 @@ def score_playbook_memory(rows: Sequence[Row], fits: LeftOut) -> dict[str, Any]:
     ran = [r for r in rows if r.status == "ok"]
 
     def error(some: Sequence[Row], framework: Framework) -> dict[str, float]:
-        first = total_bytes(collect([r.case for r in some], framework), framework)["first"] / GIB
-        e = np.abs(first - values(some, "memory_gib"))
-        return {"rows": len(some), "mean": float(e.mean()), "median": float(np.median(e)), "p90": float(np.percentile(e, 90))}
+        e = np.abs(first_rank_gib(some, framework) - values(some, "memory_gib"))
+        return {"rows": len(some), "mean": mean(e), "median": median(e), "p90": percentile(e, 90)}
 
     scores: dict[str, Any] = {"in_sample": error(ran, fits.all)}
     for name, out in PLAYBOOK_SPLITS.items():
-        some = [r for r in ran if r.model in out]
-        if some:
-            scores[f"to {name}"] = error(some, fits.without[name])
-    scores["ran_called_oom"] = float(predicted_oom(ran, fits.all)[0].mean())
+        some = [r for r in ran if r.model in out and name in fits.without]
+        scores[f"to {name}"] = error(some, fits.without.get(name, fits.all))
+    scores["ran_called_oom"] = mean(predicted_oom(ran, fits.all)[0])
     failed = [r for r in rows if r.status != "ok"]
-    scores["failed_called_oom"] = float(predicted_oom(failed, fits.all)[0].mean()) if failed else float("nan")
+    scores["failed_called_oom"] = mean(predicted_oom(failed, fits.all)[0])
     return scores
+
+
+def first_rank_gib(rows: Sequence[Row], framework: Framework) -> Array:
+    """GiB of each row's first pipeline rank."""
+    if not rows:
+        return np.zeros(0)
+    return total_bytes(collect([r.case for r in rows], framework), framework)["first"] / GIB
 
 
 def relative_errors(rows: Sequence[Row], framework: Framework) -> Array:
     """|log ratio| of tokens/s, as a relative error."""
+    if not rows:
+        return np.zeros(0)
     predicted = step_time(collect([r.case for r in rows], framework), framework).total_s
     return np.exp(np.abs(np.log(predicted / np.array([r.measured_step_s for r in rows])))) - 1
 
@@ -270,17 +305,16 @@ def score_playbook_time(rows: Sequence[Row], fits: LeftOut) -> dict[str, Any]:
         fast = e[mask(some, lambda r: (r.mfu_points or 0) > 10)]
         return {
             "rows": len(fast),
-            "median": float(np.median(fast)),
-            "p90": float(np.percentile(fast, 90)),
-            "median_all": float(np.median(e)),
+            "median": median(fast),
+            "p90": percentile(fast, 90),
+            "median_all": median(e),
         }
 
     ran = [r for r in rows if r.status == "ok"]
     scores = {"in_sample": error(ran, fits.all)}
     for name, out in PLAYBOOK_SPLITS.items():
-        some = [r for r in ran if r.model in out]
-        if some:
-            scores[f"to {name}"] = error(some, fits.without[name])
+        some = [r for r in ran if r.model in out and name in fits.without]
+        scores[f"to {name}"] = error(some, fits.without.get(name, fits.all))
     return scores
 
 
@@ -288,17 +322,14 @@ def score_runs(rows: Sequence[tuple[Row, str]], fits: LeftOut, nanotron: Framewo
     """Relative errors of tokens/s of other published runs, by source."""
     ours = [r for r, f in rows if f == "lightning_5d"]
     theirs = [r for r, f in rows if f == "nanotron"]
-    everything = np.concatenate([relative_errors(ours, fits.all), relative_errors(theirs, nanotron) if theirs else np.zeros(0)])
+    everything = np.concatenate([relative_errors(ours, fits.all), relative_errors(theirs, nanotron)])
     sources = [*(r.group for r in ours), *(r.group for r in theirs)]
-    blind = np.zeros(len(ours))
-    for family in groups(ours, gpu_family):
-        inside = mask(ours, lambda r, g=family: gpu_family(r) == g)  # type: ignore[misc]
-        blind[inside] = relative_errors([r for r in ours if gpu_family(r) == family], fits.without[family])
+    blind = left_out(ours, fits, relative_errors, gpu_family)
     return {
         "rows": len(everything),
-        "median": float(np.median(everything)),
-        "p90": float(np.percentile(everything, 90)),
-        "left_out_median": float(np.median(blind)),
+        "median": median(everything),
+        "p90": percentile(everything, 90),
+        "left_out_median": median(blind[~np.isnan(blind)]),
         "sources": {
             s: {"rows": sources.count(s), "median": float(np.median(everything[[x == s for x in sources]]))}
             for s in dict.fromkeys(sources)
